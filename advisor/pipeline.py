@@ -5,13 +5,14 @@ Nothing here prints to stdout and nothing imports torch before the script has be
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +43,12 @@ if TYPE_CHECKING:
     from advisor.core.environment import Environment
     from advisor.core.held import MemoryLook
     from advisor.profiling.launcher import Exit, ScriptCommand
+    from advisor.profiling.relay import Relay
     from advisor.profiling.session import Session
     from advisor.trials.choosing import Ask
+    from advisor.trials.handover import Handover
+    from advisor.trials.script import Launch
+    from advisor.trials.search import Search
 
 Say = Callable[[str], None]
 
@@ -51,7 +56,10 @@ Say = Callable[[str], None]
 LEAST_WARMUP = 4
 BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace need
 FORWARD_LOST = 1  # the first round of model calls only shows what a round is
-USUAL_TIME_S = 600.0  # of a search; a shorter one profiles slow steps for as much less
+USUAL_TIME_S = 600.0  # of a search
+# Its first profile takes at most a tenth of that behind the script's own start, or half a minute where that is more: `pace` is of what the
+# windows of slow steps take together, with the reading of the trace.
+PROFILE_SHARE, PROFILE_LEAST_S, USUAL_WINDOWS_S = 0.1, 30.0, 130.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,26 +150,33 @@ def _profile(
     searched: bool = False,
     pace: float = 1.0,
     first_step_s: float = 0.0,
+    settle_s: float = 0.0,
     on_machine: Callable[[Environment], object] = lambda machine: None,
+    handover: Handover | None = None,
+    launch: Launch | None = None,
 ) -> ProfileResult:
     """Measure the script, for its own sake or (`searched`) as a search begins.
 
     Args:
         first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
+        settle_s: of a process that goes on, where its loader has workers: no step is timed before so many seconds behind the first.
         on_machine: called as soon as it is known what machine this is, before the script starts.
+        handover: the process goes on as a search, where there is something to try; its end is told there, and ours is the profile.
+        launch: as `launcher.launch`, which is what starts the script by default.
 
     Raises:
         AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
     """
     from advisor.profiling import counters as hardware
     from advisor.profiling import environment, launcher
-    from advisor.profiling.assemble import assemble
-    from advisor.profiling.records import SAMPLES_FILE
+    from advisor.profiling.records import MEASURED, SAMPLES_FILE
     from advisor.profiling.sampler import Sampler
     from advisor.profiling.session import Session, disabled
-    from advisor.profiling.waiting import patience_s
+    from advisor.profiling.waiting import STEP, patience_s
+    from advisor.trials import fresh
     from advisor.userfiles import owners, restore
 
+    launch = launch or launcher.launch
     say("measuring this machine (once)")
     machine = environment.probe()
     on_machine(machine)
@@ -180,31 +195,58 @@ def _profile(
         pace=pace,
         keep_running=keep_running,
         first_step_s=first_step_s,
+        hands_over=handover is not None,
+        seed=fresh.SEED if handover is not None else None,
+        settle_s=settle_s,
         counters=counters and machine.device == "cuda",
         protect_files=protects,
     )
     say(f"running {command.name}; results go to {_shown(run_dir)}")
     sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
     sampler.start()
+    began, first_s = time.monotonic(), 0.0
+    handed: ProfileResult | None = None
+    told = (f"no hardware counters: {refused}",) if refused else ()
+    tell = _teller(say)
+
+    def on_progress(event: dict[str, Any]) -> None:
+        nonlocal first_s, handed
+        if handover is not None and handover.search is not None:
+            handover.search.script.told(event)
+            return
+        tell(event)
+        if event.get("event") == STEP:
+            first_s = time.monotonic() - began
+        if event.get("event") == MEASURED and handover is not None:
+            sampler.stop()
+            handed = _read(run_dir, machine, rules_dirs, say, start_s=first_s, notes=told)
+            handover.give(handed.profile, handed.findings)
+
     try:
         # What a search's run prints is in its folder, so that it does not run into what we say.
         output = run_dir / OUTPUT_FILE if searched else None
         if protects:
             owners.hold(run_dir)
-        ended = launcher.launch(command, session, on_progress=_teller(say), output=output)
-        shorter = None if ended.interrupted or ended.fault or ended.gave_up else _shorter(session, ended.code)
+        limit = handover.timeout_s if handover is not None else None
+        ended = launch(command, session, on_progress=on_progress, output=output, timeout_s=limit)
+        over = handed is not None or ended.interrupted or ended.fault or ended.gave_up
+        shorter = None if over else _shorter(session, ended.code)
         if shorter is not None and not _restored(run_dir, say):
             shorter = None
         if shorter is not None:
             owners.hold(run_dir)
             say("the script ended before all was measured; once more with shorter windows")
-            shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s))
-            launcher.launch(command, shorter, on_progress=_teller(say), output=run_dir / OUTPUT_FILE)
+            shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s), hands_over=False)
+            launch(command, shorter, on_progress=tell, output=run_dir / OUTPUT_FILE)
     finally:
         restored = _restored(run_dir, say)
         sampler.stop()
         if line := restore.told(run_dir):
             say(line)
+    if handover is not None and handover.search is not None and handed is not None:
+        handover.search.script.displaced = not restored
+        handover.ended(ended)
+        return handed
     if protects and not restored:
         raise AdvisorError(
             f"files that were set aside in {_shown(run_dir)} could not be put back",
@@ -213,26 +255,49 @@ def _profile(
     if searched and ended.interrupted:
         raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
     _check_measured(ended, thrown_away=not keep_running)
-    say("reading the trace")
-    measured = replace(assemble(run_dir, machine, exit_code=ended.code), start_s=ended.first_step_s)
-    if ended.code and not ended.stopped_by_advisor:
-        measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
+    notes = []
     if ended.hung:
-        hung = "the script's process hung in native exit handlers after it was measured, and was ended"
-        measured = replace(measured, notes=(*measured.notes, hung))
+        notes.append("the script's process hung in native exit handlers after it was measured, and was ended")
     if shorter is not None:
-        note = "the script ends early, so this was measured in a second run with shorter windows"
-        measured = replace(measured, notes=(*measured.notes, note))
-    if refused:
-        measured = replace(measured, notes=(*measured.notes, f"no hardware counters: {refused}"))
+        notes.append("the script ends early, so this was measured in a second run with shorter windows")
+    return _read(run_dir, machine, rules_dirs, say, start_s=ended.first_step_s, ended=ended, notes=(*notes, *told))
+
+
+def _read(
+    run_dir: Path,
+    machine: Environment,
+    rules_dirs: Sequence[Path],
+    say: Say,
+    *,
+    start_s: float | None,
+    ended: Exit | None = None,
+    notes: Sequence[str] = (),
+) -> ProfileResult:
+    """What a run has left, with what the rules say to it, in the run folder.
+
+    Args:
+        start_s: from its start to its first step.
+        ended: how; None where it goes on.
+        notes: what people are to know beside what was measured.
+    """
+    from advisor.profiling.assemble import assemble
+
+    say("reading the trace")
+    code = ended.code if ended is not None else 0
+    measured = replace(assemble(run_dir, machine, exit_code=code), start_s=start_s)
+    if ended is not None and ended.code and not ended.stopped_by_advisor:
+        measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
+    measured = replace(measured, notes=(*measured.notes, *notes))
     storage.save(run_dir / PROFILE_FILE, measured)
     if is_empty(measured):
-        say(_nothing_measured(measured, ended))
-        return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=None)
+        if ended is not None:
+            say(_nothing_measured(measured, ended))
+        return ProfileResult(run_dir=run_dir, exit_code=code, profile=None)
     found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
     storage.save(run_dir / FINDINGS_FILE, found)
-    _write_report(run_dir, measured, found, None)
-    return ProfileResult(run_dir=run_dir, exit_code=ended.code, profile=measured, findings=found)
+    if ended is not None:
+        _write_report(run_dir, measured, found, None)
+    return ProfileResult(run_dir=run_dir, exit_code=code, profile=measured, findings=found)
 
 
 def profile_trace(file: Path, *, out: Path | None = None, rules_dirs: Sequence[Path] = (), say: Say) -> ProfileResult:
@@ -441,11 +506,8 @@ def apply(
     """
     from advisor.distributed import starting
     from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.relay import Relay
     from advisor.reporting import wording
-    from advisor.trials import ledger
-    from advisor.trials.beforehand import compile_ahead
-    from advisor.trials.script import last_line
-    from advisor.trials.search import apply_search
 
     _check_apply(only, skip)
     if not auto and ask is None and not dry_run:
@@ -458,82 +520,165 @@ def apply(
     if share > 1:
         command = starting.one_of(command, share)
     run_dir = _begin(command.name, out, say)
-    started = time.monotonic()
-    if source is None:
-        result = _profile(
-            command,
-            run_dir,
+    with contextlib.closing(Relay()) as relay:
+        work = _Applying(
+            command=command,
+            run_dir=run_dir,
+            relay=relay,
+            only=only,
+            skip=skip,
+            ask=None if auto else ask,
+            min_gain=min_gain,
+            max_time_s=max_time_s,
+            max_pairs=max_pairs,
+            rules_dirs=rules_dirs,
+            say=say,
+        )
+        if source is None:
+            result = work.profile(goes_on=auto and not dry_run)
+            if result.profile is None or result.findings is None or result.exit_code:
+                return work.not_measured(result)
+            measured, found = result.profile, result.findings
+        else:
+            measured = source.profile
+            found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
+            say(f"starting from {_shown(source.run_dir)}")
+            storage.save(run_dir / PROFILE_FILE, measured)
+            storage.save(run_dir / FINDINGS_FILE, found)
+        _check_kind(only, measured)
+        candidates = _chosen(found.recommendations, only, skip)
+        forward = measured.step_kind == "forward"
+        if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
+            say(why)
+            exit_code = int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
+            return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found)
+        if dry_run:
+            found = replace(found, recommendations=candidates)
+            return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+        if not candidates and not measured.complete:
+            say("too little was measured to say what would help; let the script train for longer")
+            return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+        return work.search(candidates, measured, found)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Applying:
+    """One `apply`, from its profile to its plan; fields as the arguments of `apply`."""
+
+    command: ScriptCommand
+    run_dir: Path
+    relay: Relay
+    only: Sequence[str]
+    skip: Sequence[str]
+    ask: Ask | None
+    min_gain: float
+    max_time_s: float
+    max_pairs: int
+    rules_dirs: Sequence[Path]
+    say: Say
+    handover: Handover | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    def profile(self, *, goes_on: bool) -> ProfileResult:
+        """The first profile. `goes_on`: its process is the first of the search."""
+        from advisor.profiling import bytecode
+        from advisor.trials import budget
+        from advisor.trials.beforehand import compile_ahead
+        from advisor.trials.handover import Handover
+
+        self.handover = Handover(self._orders, self.run_dir) if goes_on else None
+        return _profile(
+            self.command,
+            self.run_dir,
             warmup=10,
             steps=20,
             detail_steps=3,
             keep_running=False,
             counters=True,
-            rules_dirs=rules_dirs,
-            say=say,
+            rules_dirs=self.rules_dirs,
+            say=self.say,
             searched=True,
-            pace=min(1.0, max_time_s / USUAL_TIME_S),
-            first_step_s=max_time_s,
+            pace=min(1.0, max(PROFILE_LEAST_S, PROFILE_SHARE * self.max_time_s) / USUAL_WINDOWS_S),
+            first_step_s=self.max_time_s,
+            settle_s=budget.settle_s(self.max_time_s),
             on_machine=compile_ahead,
+            handover=self.handover,
+            launch=functools.partial(self.relay, environment=bytecode.variables()),
         )
-        if result.profile is None or result.findings is None or result.exit_code:
-            if result.exit_code:
-                say("the script does not run to where it could be measured, so nothing is tried")
-                if last := last_line(run_dir / OUTPUT_FILE):
-                    say(f"its last line, of {_shown(run_dir / OUTPUT_FILE)}: {last}")
-            return ApplyResult(
-                run_dir=run_dir,
-                exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),
-                profile=result.profile,
-                findings=result.findings,
-            )
-        measured, found = result.profile, result.findings
-    else:
-        measured = source.profile
-        found = _evaluate(measured, run_dir, rules_dirs=rules_dirs)
-        say(f"starting from {_shown(source.run_dir)}")
-        storage.save(run_dir / PROFILE_FILE, measured)
-        storage.save(run_dir / FINDINGS_FILE, found)
-    _check_kind(only, measured)
-    candidates = _chosen(found.recommendations, only, skip)
-    forward = measured.step_kind == "forward"
-    if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
-        say(why)
-        exit_code = int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
-        return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found)
-    if dry_run:
-        found = replace(found, recommendations=candidates)
-        return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
-    if not candidates and not measured.complete:
-        say("too little was measured to say what would help; let the script train for longer")
-        return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
 
-    def anew(again: StepProfile, folder: Path) -> Sequence[Recommendation]:
-        found = _evaluate(again, folder, rules_dirs=rules_dirs)
+    def not_measured(self, result: ProfileResult) -> ApplyResult:
+        """The script has failed, or shown too little."""
+        from advisor.trials.script import last_line
+
+        if result.exit_code:
+            self.say("the script does not run to where it could be measured, so nothing is tried")
+            if last := last_line(self.run_dir / OUTPUT_FILE):
+                self.say(f"its last line, of {_shown(self.run_dir / OUTPUT_FILE)}: {last}")
+        return ApplyResult(
+            run_dir=self.run_dir,
+            exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),
+            profile=result.profile,
+            findings=result.findings,
+        )
+
+    def search(self, candidates: Sequence[Recommendation], measured: StepProfile, found: Findings) -> ApplyResult:
+        """Try the candidates; in the process that was profiled that has begun, where it goes on."""
+        from advisor.trials import ledger
+
+        begun = self.handover.search if self.handover is not None else None
+        log, plan, exit_code = (begun or self._begin(measured)).finish(candidates)
+        ledger.append(ledger.entries(log, measured))
+        _write_report(self.run_dir, measured, found, log)
+        file = _beside(plan, self.run_dir, self.say)
+        return ApplyResult(
+            run_dir=self.run_dir,
+            exit_code=exit_code,
+            profile=measured,
+            findings=found,
+            log=log,
+            plan=plan,
+            plan_file=file,
+        )
+
+    def _begin(self, measured: StepProfile) -> Search:
+        from advisor.trials.search import begin
+
+        profiled_s = time.monotonic() - self._started
+        return begin(
+            self.command,
+            measured,
+            ask=self.ask,
+            min_gain=self.min_gain,
+            # What the script itself takes to its first step is its own time, not the search's.
+            max_time_s=max(0.0, self.max_time_s - profiled_s + (measured.start_s or 0.0)),
+            profiled_s=profiled_s,
+            max_pairs=self.max_pairs,
+            recommend=self._asked_anew,
+            run_dir=self.run_dir,
+            say=self.say,
+            launch=self.relay,
+        )
+
+    def _asked_anew(self, again: StepProfile, folder: Path) -> Sequence[Recommendation]:
+        """What the rules say to a later round's profile."""
+        found = _evaluate(again, folder, rules_dirs=self.rules_dirs)
         storage.save(folder / PROFILE_FILE, again)
         storage.save(folder / FINDINGS_FILE, found)
-        return _chosen(found.recommendations, only, skip)
+        return _chosen(found.recommendations, self.only, self.skip)
 
-    profiled_s = time.monotonic() - started
-    log, plan, exit_code = apply_search(
-        command,
-        candidates,
-        measured,
-        ask=None if auto else ask,
-        min_gain=min_gain,
-        # What the script itself takes to its first step is its own time, not the search's.
-        max_time_s=max(0.0, max_time_s - profiled_s + (measured.start_s or 0.0)),
-        profiled_s=profiled_s,
-        max_pairs=max_pairs,
-        recommend=anew,
-        run_dir=run_dir,
-        say=say,
-    )
-    ledger.append(ledger.entries(log, measured))
-    _write_report(run_dir, measured, found, log)
-    file = _beside(plan, run_dir, say)
-    return ApplyResult(
-        run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found, log=log, plan=plan, plan_file=file
-    )
+    def _orders(self, measured: StepProfile, found: Findings) -> tuple[Search, Session] | None:
+        """The search, and the orders of its first process, for the one that was profiled; None where nothing is to be tried."""
+        from advisor.reporting import wording
+
+        if measured.model.flags.get("cupy_alone", False):
+            return None  # its changes are on from the start
+        _check_kind(self.only, measured)
+        candidates = _chosen(found.recommendations, self.only, self.skip)
+        if not candidates or measured.step_kind == "forward" or wording.refused(measured, "advisor"):
+            return None
+        search = self._begin(measured)
+        orders = search.first_orders(candidates)
+        return (search, orders) if orders is not None else None
 
 
 def _beside(plan: Plan, run_dir: Path, say: Say) -> Path:
@@ -1041,6 +1186,10 @@ def attach(session: Session) -> None:
         from advisor.trials.profile import attach_kept_profile
 
         attach_kept_profile(session)
+    elif session.mode == "profile" and session.hands_over:
+        from advisor.trials.live.handed import attach_handed
+
+        attach_handed(session)
     elif session.mode == "profile":
         from advisor.profiling.attach import attach_profile
 

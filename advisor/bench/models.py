@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor import pipeline
-from advisor.bench import results
+from advisor.bench import fresh, results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan, PlanItem
@@ -28,13 +28,10 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import KEPT, StackVerdict, TrialLog
 from advisor.ops import catalog, sources
-from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.profiling.session import Session
 from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.transforms import registry
 from advisor.trials import planfile, records
-from advisor.userfiles import restore
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
@@ -49,9 +46,6 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "regnet_y_3_2gf_b256": ("imagenet.py", "--arch", "regnet_y_3_2gf", "-b", "256", "--device-data"),
     "densenet121_b256": ("imagenet.py", "--arch", "densenet121", "-b", "256", "--device-data"),
 }
-# What a knowing user writes by hand; torch.compile is one line more.
-HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
-WARMUP, STEPS = 15, 40
 # What sets the dtype that a step computes in, and with it the step's limit.
 DTYPES = {"amp_bf16": "bfloat16", "amp_fp16": "float16", "tf32": "tf32"}
 
@@ -204,11 +198,11 @@ def _measured(
     yield row
     plain = _stack(found).losses_plain
     if "eager" in baselines:
-        eager = _fresh(words, HAND_TUNED, found.run_dir / "hand-tuned", say)
+        eager = fresh.measure(words, fresh.HAND_TUNED, found.run_dir / "hand-tuned", say)
         row = replace(row, eager_ms=_step_ms(eager), baseline_error=_difference(eager.losses, plain))
         yield row
     if "compile" in baselines:
-        compiled = _fresh(words, (*HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
+        compiled = fresh.measure(words, (*fresh.HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
         yield replace(row, compile_ms=_step_ms(compiled))
 
 
@@ -337,36 +331,3 @@ def _difference(losses: Sequence[float], plain: Sequence[float]) -> float | None
 
 def _step_ms(measured: records.Measurement) -> float | None:
     return statistics.median(measured.step_us) / 1e3 if measured.step_us else None
-
-
-def _fresh(
-    words: tuple[str, ...], items: tuple[str, ...], folder: Path, say: Callable[[str], None]
-) -> records.Measurement:
-    """What a fresh process with these transforms on measured: nothing, where it came to no end.
-
-    Raises:
-        KeyboardInterrupt: when the user has ended it.
-    """
-    say(f"fresh run with {', '.join(items)}")
-    command = ScriptCommand.parse(words)
-    session = Session(
-        mode="measure",
-        run_dir=str(folder),
-        script=command.name,
-        argv=command.arguments,
-        warmup=WARMUP,
-        steps=STEPS,
-        kept=tuple(PlanItem(transform=item, status=KEPT) for item in items),
-        protect_files=True,
-    )
-    folder.mkdir(parents=True)
-    try:
-        ended = launch(command, session, timeout_s=240.0, output=folder / "script-output.log")
-    finally:
-        restore.restore(folder)
-    if ended.interrupted:
-        raise KeyboardInterrupt
-    try:
-        return storage.load(folder / records.MEASURE_FILE, records.Measurement)
-    except AdvisorError:
-        return records.Measurement()

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import beside_eager, checks, gaps, hosts, inferred, models, plots
+from advisor.bench import beside_eager, checks, gaps, hosts, inferred, models, plots, real_page
 from advisor.bench.gaps import Measured, Row
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
@@ -62,9 +62,12 @@ def files(folder: Path) -> dict[str, str]:
     ]
     every: list[Row] = []
     for machine in sorted(path for path in folder.iterdir() if path.is_dir()):
-        ops, models = (_document(machine / f"{kind}.json") for kind in ("ops", "models"))
+        ops, models, real = (_document(machine / f"{kind}.json") for kind in ("ops", "models", "real"))
+        if real:
+            made[f"{machine.name}/{real_page.PAGE}"] = real_page.page(real)
         if ops or models:
-            made |= {f"{machine.name}/{name}": text for name, text in _machine(machine, ops, models).items()}
+            parts = _machine(machine, ops, models, real)
+            made |= {f"{machine.name}/{name}": text for name, text in parts.items()}
             lines.append(_line(machine.name, ops, models))
             every += ops.get("rows", [])
     head = _HEAD.format(machines="\n".join(lines) + "\n", tie=f"{TIE:.0%}")
@@ -81,9 +84,12 @@ def _line(name: str, ops: Row, models: Row) -> str:
     )
 
 
-def _machine(folder: Path, ops: Row, models: Row) -> dict[str, str]:
+def _machine(folder: Path, ops: Row, models: Row, real: Row) -> dict[str, str]:
     """A machine's page and plots, by name."""
     parts, drawn = [f"# {(ops or models)['gpu']}\n\n[How it is measured](../{PAGE}#how-it-is-measured).\n"], {}
+    if real:
+        told = real_page.summary(real["rows"])
+        parts.append(f"[Trainings that other people wrote]({real_page.PAGE}): {told}\n")
     if models:
         name = "trainings.svg"
         drawn[name] = _models_plot(models["rows"])

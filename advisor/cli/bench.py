@@ -67,17 +67,26 @@ from advisor.cli.progress import Progress
     type=Duration(),
     default="10m",
     show_default=True,
-    help="`bench models`: end each search after this long, as `advisor apply --max-time` does.",
+    help="`bench models` and `real`: end each search after this long, as `advisor apply --max-time` does.",
+)
+@click.option(
+    "--limit",
+    type=Duration(),
+    default="15m",
+    show_default=True,
+    help="`bench real`: interrupt a run of a runner after this long, its making of data and its start included.",
 )
 @click.option(
     "--runs",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="`bench models`: leave the searches' run folders in DIR, for `advisor report`.",
+    help="`bench models` and `real`: leave the searches' run folders in DIR, for `advisor report`.",
 )
-@click.argument("what", type=click.Choice(("ops", "models", "hosts", "tune", "conv")))
+@click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv")))
+@click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
 def bench(
     what: str,
+    folder: Path | None,
     *,
     pattern: str,
     out: Path | None,
@@ -88,14 +97,20 @@ def bench(
     counters: bool,
     host_only: bool,
     max_time: float,
+    limit: float,
     runs: Path | None,
 ) -> int:
     """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
+    `real`, trainings that other people wrote, each behind a runner in FOLDER, one on each GPU at a time;
     `hosts`, what a step of a small network costs the host, plain and with the kernels, without CUDA graphs; `tune`, each kernel with every
     combination of its launch constants, by turns with the present ones; `conv`, where the installed cuDNN falls off a cliff: sweeps of
     channels, sides, batches, taps, dilation, groups, strides and transposed convolutions.
 
     Rows of ops, models, hosts and conv are written as they are measured, into the place of earlier rows of the same case; other rows stay.
+    A runner is a file run_NAME.sh: it makes what the training reads, goes to its folder and starts its script behind $PREFIX
+    (`exec ${PREFIX:-python3} train.py …`).
+
+    Rows of ops, models, real and hosts are written as they are measured, into the place of earlier rows of the same case; other rows stay.
 
     \b
     Examples:
@@ -108,16 +123,21 @@ def bench(
       CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
       advisor bench models --filter resnet50 --max-time 4m -o models.json
       advisor bench models --changed
+      advisor bench real ~/trainings --filter raft,deeplab --max-time 2m
       advisor bench hosts --filter resnet
       advisor bench conv --filter channels -o conv.json
       advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
     """
-    from advisor.bench import hosts, models, ops, sweep, tune
+    from advisor.bench import hosts, models, ops, real, sweep, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
         if name not in ("eager", "compile"):
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
+    if (folder is None) == (what == "real"):
+        raise click.UsageError(
+            "`bench real` takes the folder of its runners" if folder is None else "only `bench real` takes a folder"
+        )
     if host_only and (changed or counters):
         raise click.UsageError("--host-only leaves all else of a row: it goes with neither --changed nor --counters")
     if out is not None:
@@ -127,6 +147,19 @@ def bench(
             return int(tune.run(pattern=pattern, out=out, say=say))
         if what == "conv":
             return int(sweep.run(pattern=pattern, out=out, say=say))
+        if folder is not None:
+            return int(
+                real.run(
+                    folder,
+                    pattern=pattern,
+                    out=out,
+                    baselines=names,
+                    max_time_s=max_time,
+                    limit_s=limit,
+                    runs=runs,
+                    say=say,
+                )
+            )
         if what == "hosts":
             return int(hosts.run(pattern=pattern, out=out, say=say))
         if what == "ops":

@@ -88,7 +88,8 @@ class StackVerdict:
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
-    # The device's own time, where the plain script's step waits for its loader: None elsewhere.
+    # The device's own time, where the plain script's step waits for its loader or for the host's launches (`waits_for`): None elsewhere.
+    waits_for: str = ""
     device_speedup: float | None = None
     device_speedup_low: float | None = None
     device_speedup_high: float | None = None
@@ -125,6 +126,7 @@ class TrialLog:
     stack: StackVerdict | None = None
     files_written: tuple[str, ...] = ()
     seconds: float = 0.0  # in all, the first profile included
+    proved_s: float | None = None  # from the script's first step to the first proved plan; None without one
     spent: dict[str, float] = field(default_factory=dict)  # of these, by phase
     complete: bool = True
     interrupted: bool = False  # the user asked for an end

@@ -14,8 +14,8 @@ import re
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch._C._autograd import DeviceType, _disable_profiler, _profiler_enabled
@@ -86,6 +86,26 @@ def choose_teardown(ours: str, *, wanted: bool) -> str:
     return ours
 
 
+_chosen_teardown = ""  # of this process, as chosen for the latest trace
+
+
+def teardown(*, wanted: bool) -> None:
+    """As `choose_teardown`, before each trace of this process."""
+    global _chosen_teardown
+    _chosen_teardown = choose_teardown(_chosen_teardown, wanted=wanted)
+
+
+def end_profiler(device: str) -> Any:
+    """End the profiler; the process may end at any time afterwards. Returns torch's `_ProfilerResult`."""
+    with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
+        autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+    threads = _threads()
+    results = _disable_profiler()
+    if device == "cuda" and os.environ.get(_TEARDOWN) == "1":
+        _see_cupti_down(threads)
+    return results
+
+
 class TraceCollector:
     """Traces from `start` to `stop`. Neither ever raises for want of a GPU, of counters, or of a free profiler.
 
@@ -97,8 +117,6 @@ class TraceCollector:
         compiled: whether the step runs compiled code; None where nobody knows.
         lasting: the process trains on after the trace, and is to pay nothing for it then.
     """
-
-    _teardown: ClassVar[str] = ""  # of this process, as chosen for the latest trace
 
     def __init__(
         self,
@@ -125,7 +143,7 @@ class TraceCollector:
 
     def start(self) -> None:
         """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
-        if _profiler_enabled() or _script_profiles():
+        if _profiler_enabled() or script_profiles():
             self.notes.append("no trace: the script has a torch profiler of its own running")
             return
         try:
@@ -138,8 +156,7 @@ class TraceCollector:
             if self._cuda:
                 torch.cuda.synchronize()  # kernels launched earlier have no launch record and would look like gaps
                 # The counters are CUPTI's too, and would go down with it.
-                wanted = self._lasting and self._dram is None
-                TraceCollector._teardown = choose_teardown(TraceCollector._teardown, wanted=wanted)
+                teardown(wanted=self._lasting and self._dram is None)
             with quiet_kineto():
                 profile._prepare_trace()  # type: ignore[no-untyped-call]
             profile._start_trace()  # type: ignore[no-untyped-call]
@@ -184,7 +201,7 @@ class TraceCollector:
         device = "cuda" if self._cuda else "cpu"
         if self._profile is not None:
             self._profile.entered = False  # else it would count as one of the script's
-            if not _profiler_enabled() or _script_profiles():
+            if not _profiler_enabled() or script_profiles():
                 self._profile = None
                 moved = threading.current_thread() is not self._thread
                 why = (
@@ -204,13 +221,7 @@ class TraceCollector:
                 self._give_up_counters(error)
         self._profile = None
         try:
-            with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
-                autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
-            threads = _threads()
-            results = _disable_profiler()
-            if self._cuda and os.environ.get(_TEARDOWN) == "1":
-                _see_cupti_down(threads)
-            trace = read_events(results, device, notes=self.notes)
+            trace = read_events(end_profiler(device), device, notes=self.notes)
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
@@ -243,7 +254,7 @@ class TraceCollector:
             window.close()
 
 
-def _script_profiles() -> bool:
+def script_profiles() -> bool:
     """Whether a torch profiler of the script's is prepared or running.
 
     Torch has one session. Preparing another ends it, starting one that was prepared before ours raises, and ending ours would end theirs;
@@ -369,7 +380,7 @@ class _Reader:
         self.has_strides = offers(kind, "structured_input_strides")
         self._has_metadata = offers(kind, "metadata_json")
         self._shapes: Any = kind and (kind.structured_input_shapes if self.has_strides else kind.shapes)
-        self._activity: Any = kind and (_named_activity if offers(kind, "activity_type") else _guessed_activity)
+        self._activity: Any = kind and activity_of(kind)
         self._texts: dict[str, str] = {}
         self._threads: dict[int, int] = {}  # operating system's thread id → torch's
 
@@ -482,6 +493,11 @@ def _arguments(event: Any) -> str:
 def offers(kind: Any, name: str) -> bool:
     """True when raw events of this version of torch have the method."""
     return callable(getattr(kind, name, None))
+
+
+def activity_of(kind: Any) -> Callable[[Any], str]:
+    """What tells the activity of raw events of this kind."""
+    return _named_activity if offers(kind, "activity_type") else _guessed_activity
 
 
 def _named_activity(event: Any) -> str:

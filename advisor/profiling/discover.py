@@ -126,7 +126,7 @@ class Discovery:
         self.training, self.watcher, self.patches = training, watcher, watcher.patches
         self.seen = Observations()
         self.finished = False
-        self._keep_inputs = keep_inputs
+        self.keep_inputs = keep_inputs
         self._steps_looked = 0
         self._looks = 0
         self._hasty_looks = 0  # soon after the last
@@ -340,7 +340,7 @@ class Discovery:
         self._adopt_guides()
         for root in self.training.roots:
             root.output = None  # a reference to it would keep the step's graph nodes
-            if not self._keep_inputs:
+            if not self.keep_inputs:
                 root.args, root.kwargs = (), {}
         self._watch()
         self.finished = True

@@ -27,6 +27,7 @@ from advisor.profiling.memory import MemoryProbe
 from advisor.profiling.records import (
     FACTS_FILE,
     MAX_LOSSES,
+    MEASURED,
     STEPS_FILE,
     TRACE_FILE,
     FactsRecord,
@@ -136,7 +137,7 @@ class ProfileDriver:
             and self._warm > MIN_WARMUP
             and step.host_ns - self._warm_since_ns > self.session.pace * WARMUP_S * 1e9
         )
-        if self._over() or self._warm >= wanted or slow:
+        if self._over() or ((self._warm >= wanted or slow) and self._settled(step)):
             self._begin_timed(step)
             return
         self._tell_phase(self._warm, wanted)
@@ -144,6 +145,10 @@ class ProfileDriver:
             self._warm & (self._warm - 1) == 0 and not self.handful
         ):  # 1, 2, 4, 8: early enough for a script that ends with os._exit
             self._save_steps()
+
+    def _settled(self, step: StepEvent) -> bool:
+        """Whether steps from here on are as they stay, once those of the warm-up are over."""
+        return True
 
     # -- timed ------------------------------------------------------------------------------------------------------
 
@@ -291,11 +296,19 @@ class ProfileDriver:
         self.phase = "done"
         if self.records:
             self._save_steps()
-            tell(self.session, "measured", steps=len(self._backwards))
+            tell(self.session, MEASURED, steps=len(self._backwards))
         if self.session.keep_running:
             self.watcher.detach()
             self._let_go()
             return
+        self._end()
+
+    def _end(self) -> None:
+        """Everything is measured.
+
+        Raises:
+            StopTraining: always, here.
+        """
         stop(self.session, "measured")
 
     def abandon(self) -> None:

@@ -176,7 +176,7 @@ def launch(
     session: Session,
     *,
     on_progress: Callable[[dict[str, Any]], None] | None = None,
-    timeout_s: float | None = None,
+    timeout_s: float | Callable[[], float | None] | None = None,
     environment: Mapping[str, str] | None = None,
     output: Path | None = None,
     ahead: Callable[[], subprocess.Popen[Any] | None] | None = None,
@@ -190,7 +190,7 @@ def launch(
     Args:
         on_progress: called in this thread with each event that the child appends to `progress.jsonl`, and with those of
             waiting.py's that say what is waited for.
-        timeout_s: end the child and all its descendants after this time.
+        timeout_s: end the child and all its descendants after this time; what may change meanwhile is asked for.
         environment: variables to set beside the inherited ones.
         output: append the child's stdout and stderr to this file; None leaves both untouched.
         cwd: the child's working directory; None for this process's own.
@@ -256,7 +256,8 @@ def launch(
                 except subprocess.TimeoutExpired:
                     pass
                 pass_on()
-                if timeout_s is not None and time.monotonic() - started > timeout_s and not timed_out:
+                limit_s = timeout_s() if callable(timeout_s) else timeout_s
+                if limit_s is not None and time.monotonic() - started > limit_s and not timed_out:
                     timed_out = True
                     end_tree(child)
                 elif waiting.over() and not (timed_out or hung):

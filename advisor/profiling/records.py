@@ -21,6 +21,8 @@ SESSION_FILE = "session.json"
 PROGRESS_FILE = "progress.jsonl"
 SAMPLES_FILE = "samples.json"
 STEPS_FILE = "steps.json"
+MEASURED = "measured"  # the event of a process whose profile is on disk
+NEXT_FILE = "next.json"  # orders for a process that has been profiled, to go on by
 FACTS_FILE = "facts.json"
 TRACE_FILE = "trace.json"
 

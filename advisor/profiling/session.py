@@ -43,9 +43,13 @@ class Session:
     steps: int = 20
     timed_s: float = 0.0  # measure: go on behind `steps` until so many seconds were timed
     settle_s: float = 0.0  # measure: time no step before so many seconds behind the first
+    kernel_steps: int = (
+        0  # measure: of so many steps behind these the kernels' time; search: where noise hides a step's
+    )
     detail_steps: int = 3
     pace: float = 1.0  # profile: of the usual time for slow steps, in a search that is short
     keep_running: bool = False
+    hands_over: bool = False  # profile: do not stop behind it, but wait for a search's orders in `NEXT_FILE`
     brief: bool = False  # the script makes just the steps ordered: none can be waited for that is fit to be timed
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps
     counters: bool = True  # hardware counters wanted
@@ -54,6 +58,7 @@ class Session:
     kept: tuple[PlanItem, ...] = ()
     min_gain: float = 0.01
     max_pairs: int = 20
+    parts: int = 1  # search: of a block at first, for the noise that was seen in the plain loop
     trial_timeout_s: float = 120.0
     deadline_unix_s: float = 0.0  # 0: none
     first_step_s: float = 0.0  # from its start a process has so long to its first step; 0: as long as it likes

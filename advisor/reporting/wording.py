@@ -280,7 +280,7 @@ def device_speedup(stack: StackVerdict) -> str:
     if stack.device_speedup is None or stack.device_speedup_low is None or stack.device_speedup_high is None:
         return ""
     bounds = f"{stack.device_speedup_low:.2f} to {stack.device_speedup_high:.2f}"
-    return f"the device's time {factor(stack.device_speedup)} shorter ({bounds}): this step waits for its loader"
+    return f"the device's time {factor(stack.device_speedup)} shorter ({bounds}): this step waits for {stack.waits_for or 'its loader'}"
 
 
 def _nothing_kept(trials: TrialLog, declined: int) -> str:

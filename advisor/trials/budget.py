@@ -39,6 +39,11 @@ CHEAP_SHARE = 0.35
 LATE = "no time is left but what is kept for the final check"
 
 
+def settle_s(whole_s: float) -> float:
+    """For how long a run behind starving workers trains before it is timed, in a search of this length."""
+    return min(SETTLE_S, SETTLE_SHARE * whole_s)
+
+
 @dataclass(slots=True, kw_only=True)
 class Budget:
     """The time of one search. Instants are `time.time()`; `until` moves with the time that the user takes for an answer."""
@@ -56,7 +61,7 @@ class Budget:
             whole_s=whole_s,
             until=time.time() + whole_s,
             step_s=step.median / 1e6 if step is not None else None,
-            settle_s=min(SETTLE_S, SETTLE_SHARE * whole_s) if profile is not None and profile.starved else 0.0,
+            settle_s=settle_s(whole_s) if profile is not None and profile.starved else 0.0,
         )
 
     @property
@@ -65,15 +70,19 @@ class Budget:
         before_the_stack = max(self.whole_s - self.stack_s(START_S), 1.0)
         return min(max(TRIAL_LEAST_S, TRIAL_SHARE * self.whole_s), before_the_stack)
 
-    def stack_s(self, start_s: float, left: float = 1.0, *, proved: bool = False) -> float:
+    def stack_s(self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False) -> float:
         """What the comparison of the stack needs, up to half of the whole.
 
         Args:
             left: of the plain script's step, with what is kept.
             proved: a part of the stack has been compared before; the plain script's runs are there.
+            quick: one run of each kind is to do at first.
         """
         if self.step_s is None:
             return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
+        if quick:
+            needed_s = self._runs_s(start_s, left, (proof.PLAIN, proof.STACK))
+            return max(STACK_LEAST_S, min(needed_s, STACK_MOST_SHARE * self.whole_s))
         kinds = (proof.STACK, proof.STACK) if proved else proof.ROUND
         needed_s = min(self._runs_s(start_s, left, kinds), STACK_MOST_SHARE * self.whole_s)
         return needed_s if proved else max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
@@ -93,18 +102,20 @@ class Budget:
         """Of a whole of this length, or a longer one, the comparison of the stack leaves half for trials."""
         return max(STACK_LEAST_S, self._runs_s(max(START_S, start_s), 1.0)) / STACK_MOST_SHARE
 
-    def candidates_until(self, start_s: float, left: float = 1.0, *, proved: bool = False) -> float:
+    def candidates_until(
+        self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False
+    ) -> float:
         """When no new candidate begins: then it is the turn of the stack's comparison.
 
         Args:
             start_s: what starts have taken.
-            left, proved: as `stack_s` has them.
+            left, proved, quick: as `stack_s` has them.
         """
-        return self.until - self.reserve_s(start_s, left, proved=proved)
+        return self.until - self.reserve_s(start_s, left, proved=proved, quick=quick)
 
-    def reserve_s(self, start_s: float = 0.0, left: float = 1.0, *, proved: bool = False) -> float:
+    def reserve_s(self, start_s: float = 0.0, left: float = 1.0, *, proved: bool = False, quick: bool = False) -> float:
         """What is kept for the comparison of the stack; arguments as of `candidates_until`."""
-        return min(self.whole_s, self.stack_s(max(START_S, start_s), left, proved=proved))
+        return min(self.whole_s, self.stack_s(max(START_S, start_s), left, proved=proved, quick=quick))
 
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import PlanItem
+from advisor.core.profile import StepProfile
 from advisor.trials import records
-from advisor.trials.script import GRACE_S, Script
+from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script
+from advisor.trials.statistics import WAITS_FRAC
 
 # A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six), for so many,
 # which bounds one on a fast GPU at its start-up, and at 40 steps of 120 ms for a ResNet-50 in fp32.
@@ -22,6 +25,8 @@ TIMED_S = 0.7
 # settle within seconds.
 SLOW_S, SLOW_TIMED_S, SLOW_WARMUP, SLOW_LEAST = 0.25, 7.5, 8, 12
 FEW_STEPS = 15  # for what a short look mostly tells: that a step is much longer without a change
+# Of so many steps the kernels' own time is taken, where it has nothing to do for a good part of the plain step.
+KERNEL_STEPS, KERNEL_MOST_S = 6, 1.0
 SEED = 20_240_229
 TIMEOUT_S = 300.0
 
@@ -34,6 +39,7 @@ class FreshRuns:
     trial_s: float
     step_s: float | None = None  # of the plain script
     settle_s: float = 0.0  # no step is timed before so many seconds behind the first
+    kernel_steps: int = 0  # of so many steps the kernels' time is taken, behind those timed
     last_s: float = 0.0  # what the latest one took, its start included
 
     def measure(
@@ -62,19 +68,31 @@ class FreshRuns:
             steps=steps,
             timed_s=TIMED_S * min(1.0, steps / STEPS),
             settle_s=self.settle_s,
+            kernel_steps=self.kernel_steps,
             seed=SEED + turn,
             timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
         )
         self.last_s = time.time() - began
         if ended.fault and not kept:
             self.script.fault = f"advisor switched itself off in the plain script: {ended.fault}"
-        if ended.failed or ended.fault:
-            return None
         try:
             found = storage.load(path, records.Measurement)
         except AdvisorError:
             return None
+        # A tracer beside captured graphs has been seen to end a process: what was timed before it is whole.
+        traced = self.kernel_steps and found.complete and ended.exit.signal in TRACER_FAULTS
+        if (ended.failed and not traced) or ended.fault:
+            return None
         return found if found.step_us and found.every_us else None
+
+
+def kernel_steps(profile: StepProfile | None) -> int:
+    """Of how many steps fresh runs tell the kernels' time: 0 where the step is bound by its device, and its own time tells all."""
+    step = profile.step_us or profile.wall_us if profile is not None else None
+    mean_us = fmean(step.raw or (step.median,)) if step is not None else 0.0
+    if profile is None or not 0 < profile.busy_us < (1 - WAITS_FRAC) * mean_us:
+        return 0
+    return KERNEL_STEPS if mean_us <= KERNEL_MOST_S * 1e6 else 0
 
 
 def lengths(step_s: float | None, steps: int = STEPS) -> tuple[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import importlib.util
 import itertools
 import os
@@ -18,6 +19,7 @@ from advisor.distributed import joining, place, prints
 from advisor.ops import nvrtc
 from advisor.profiling import ranks
 from advisor.profiling.attach import attach_training
+from advisor.profiling.kernel_time import KernelTime
 from advisor.profiling.session import TIMING_FILE, Session, tell
 from advisor.profiling.steps import BACKWARDS, EPOCH, EVALUATION, SHAPES, StepWatcher
 from advisor.profiling.stop import stop
@@ -50,6 +52,9 @@ class MeasureDriver:
 
     Processes that train together all end at the same step, a fixed one: how many of its steps were clean, and what they took, each knows
     of itself alone, and one that went earlier would leave the others waiting in a collective. Rank 0 writes.
+
+    The kernels' own time is taken behind all that, of `session.kernel_steps`: what was timed is on disk by then, should a tracer beside
+    captured graphs end the process.
     """
 
     def __init__(
@@ -74,6 +79,8 @@ class MeasureDriver:
         self._read = False
         self._prints: dict[str, tuple[float, ...]] = {}
         self._rank, self._ranks = 0, 1
+        self._kernels: KernelTime | None = None
+        self._traced = 0  # steps, since it was started
         self._timing = session.protecting / TIMING_FILE
         self._process = os.getpid()
         training.draws = []
@@ -89,6 +96,9 @@ class MeasureDriver:
         Raises:
             StopTraining: when the steps are taken.
         """
+        if self._kernels is not None:
+            self._trace(self._kernels)
+            return
         self._seen += 1
         if self._seen == 1:
             self._rank, self._ranks = ranks.joined()  # a script that trains in several has made its group by now
@@ -102,6 +112,21 @@ class MeasureDriver:
         self._take(event)
         if self._is_over():
             self._write(complete=self._ranks == 1 or self._clean >= self.session.steps)
+            if self.session.kernel_steps and self._ranks == 1:
+                kernels = KernelTime(self.training.device, lasting=False)
+                if kernels.start():
+                    self._kernels = kernels
+                    return
+            stop(self.session, "measured")
+
+    def _trace(self, kernels: KernelTime) -> None:
+        """One boundary more, behind those that were timed. The first step is the tracer's start, and does not count."""
+        kernels.boundary()
+        self._traced += 1
+        if self._traced > self.session.kernel_steps:
+            path = self.session.folder / records.MEASURE_FILE
+            known = storage.load(path, records.Measurement)
+            storage.save(path, dataclasses.replace(known, kernel_us=kernels.stop()[1:]))
             stop(self.session, "measured")
 
     def _read_losses(self) -> None:
@@ -154,25 +179,33 @@ class MeasureDriver:
             return
         with contextlib.suppress(OSError):
             self._timing.unlink()
-        times = step_times(self._boundaries)
-        record = records.Measurement(
-            step_us=times.step_us,
-            wall_us=times.wall_us,
-            device_us=times.device_us,
-            every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
-            held=tuple(b.reason if b.reason in SCHEDULED else "" for b in self._boundaries[1:]),
-            losses=tuple(float(loss) for loss in self._losses if loss is not None),
+        record = dataclasses.replace(
+            measurement(self.training, self._boundaries, [float(loss) for loss in self._losses if loss is not None]),
             batch_size=self.training.batch_size * self._ranks,
-            model_hash=planfile.model_hash(root.module for root in self.training.roots),
             applied=tuple(s.transform.id for s in self.kept.standing),
             left_out=dict(self.kept.left_out),
-            kernels=tuple(sorted(nvrtc.launched)),
             loaded=loaded(self.session.watched),
             prints=self._prints,
             ranks=self._ranks,
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)
+
+
+def measurement(training: Training, boundaries: Sequence[StepEvent], losses: Sequence[float]) -> records.Measurement:
+    """What these boundaries and losses say of the training as it is. Waits for the device."""
+    times = step_times(boundaries)
+    return records.Measurement(
+        step_us=times.step_us,
+        wall_us=times.wall_us,
+        device_us=times.device_us,
+        every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(boundaries)),
+        held=tuple(b.reason if b.reason in SCHEDULED else "" for b in boundaries[1:]),
+        losses=tuple(losses),
+        batch_size=training.batch_size,
+        model_hash=planfile.model_hash(root.module for root in training.roots),
+        kernels=tuple(sorted(nvrtc.launched)),
+    )
 
 
 def loaded(watched: Sequence[str]) -> tuple[str, ...]:

@@ -19,6 +19,7 @@ def log(
     *,
     rounds: Sequence[Round] = (),
     seconds: float,
+    proved_s: float | None = None,
     profiled_s: float = 0.0,
     complete: bool = True,
 ) -> TrialLog:
@@ -26,6 +27,7 @@ def log(
 
     Args:
         seconds: in all, `profiled_s` of them for a first profile.
+        proved_s: until something was proved, from the script's first step on.
         complete: nothing was left to try.
     """
     notes = [script.stepless, *script.notes] if script.stepless else list(script.notes)
@@ -45,6 +47,7 @@ def log(
         stack=proved.verdict if proved is not None else None,
         files_written=written,
         seconds=seconds,
+        proved_s=proved_s,
         spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **script.seconds}),
         complete=complete,
         interrupted=script.interrupted,

@@ -12,17 +12,18 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
 from advisor.profiling.launcher import Exit
-from advisor.trials import planner, records
+from advisor.trials import planner, records, statistics
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.pairs import try_in_pairs
 from advisor.trials.records import InTrial
-from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script
+from advisor.trials.script import GRACE_S, TRACER_FAULTS, Ended, Script
 from advisor.trials.statistics import decide
 
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
@@ -35,6 +36,15 @@ FAULTS = 2
 LEAST_S = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """A search process that was not started as one, how it ended, and what was known when it was given its orders."""
+
+    ended: Ended
+    progress: tuple[object, ...]
+    verdicts: int
+
+
 @dataclass(slots=True, eq=False)
 class SearchProcesses:
     """Tries candidates on `script`; `try_all` once a round, then what came of it is in the fields."""
@@ -44,11 +54,13 @@ class SearchProcesses:
     runs: FreshRuns
     min_gain: float
     max_pairs: int
+    noise: float | None = None  # of the plain loop (statistics.noise)
     late: bool = False  # candidates were left when their time was up
     ended_early: int = 0  # processes whose script came to its own end
     on_whole: Callable[[], None] | None = None  # called once what was tried as one, first of all, is kept
     proved: bool = False  # something kept has been compared with the plain script
     on_top: list[Recommendation] = field(default_factory=list)  # and candidates among them whose turn comes last
+    handed: Handed | None = None  # a search process that has ended already: it was profiled before, and went on
     _crashes: int = 0
     _faults: int = 0  # of advisor's own, in processes one after the other
     _blamed: dict[str, Verdict] = field(default_factory=dict)  # by the error that ended the process
@@ -62,12 +74,12 @@ class SearchProcesses:
     @property
     def deadline(self) -> float:
         """`time.time()` at which no new candidate begins."""
-        return self.budget.candidates_until(self.script.start_s, self.left, proved=self.proved)
+        return self.budget.candidates_until(self.script.start_s, self.left, proved=self.proved, quick=not self.proved)
 
     @property
     def why_late(self) -> str:
         """Why nothing more begins behind the deadline, though `--max-time` is not used up."""
-        reserve_s = self.budget.reserve_s(self.script.start_s, self.left)
+        reserve_s = self.budget.until - self.deadline
         return f"no time is left but the {reserve_s:.0f} s kept for the final check"
 
     @property
@@ -106,23 +118,37 @@ class SearchProcesses:
             records.save_verdict(self.script.run_dir, verdict)
             self.script.say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
 
-    def _process(self, left: Sequence[Recommendation]) -> bool:
-        """One search process for what is left; whether it got on with it."""
-        run_dir, before = self.script.run_dir, self._progress()
-        verdicts = len(records.verdicts(run_dir))
+    def orders(self, left: Sequence[Recommendation]) -> dict[str, Any]:
+        """Of a search process for these. What the last one has left of its end is gone."""
+        run_dir = self.script.run_dir
         (run_dir / records.SEARCH_FILE).unlink(missing_ok=True)
         (run_dir / records.TRIALS_DIR / records.FAULT_FILE).unlink(missing_ok=True)
-        ended = self.script.start(
-            "search",
-            candidates=tuple(left),
-            whole_first=self.on_whole is not None,
-            kept=records.kept_items(run_dir),
-            min_gain=self.min_gain,
-            max_pairs=self.max_pairs,
-            trial_timeout_s=self.budget.trial_s,
-            deadline_unix_s=self.deadline,
-            timeout_s=max(LEAST_S, self.deadline - time.time()) + self.budget.trial_s + GRACE_S,
-        )
+        return {
+            "candidates": tuple(left),
+            "whole_first": self.on_whole is not None,
+            "kept": records.kept_items(run_dir),
+            "min_gain": self.min_gain,
+            "max_pairs": self.max_pairs,
+            "parts": statistics.parts_for(self.noise, self.min_gain) if self.noise is not None else 1,
+            "kernel_steps": self.runs.kernel_steps,
+            "trial_timeout_s": self.budget.trial_s,
+            "deadline_unix_s": self.deadline,
+        }
+
+    @property
+    def timeout_s(self) -> float:
+        """The most that a search process may take that begins now."""
+        return max(LEAST_S, self.deadline - time.time()) + self.budget.trial_s + GRACE_S
+
+    def _process(self, left: Sequence[Recommendation]) -> bool:
+        """One search process for what is left; whether it got on with it."""
+        run_dir = self.script.run_dir
+        if self.handed is None:
+            before, verdicts = self.progress(), len(records.verdicts(run_dir))
+            ended = self.script.start("search", timeout_s=self.timeout_s, **self.orders(left))
+        else:
+            ended, before, verdicts = self.handed.ended, self.handed.progress, self.handed.verdicts
+            self.handed = None
         record = records.load_search(run_dir)
         if record is not None:
             self.script.model_hash = record.model_hash or self.script.model_hash
@@ -149,7 +175,7 @@ class SearchProcesses:
             self._crashed(ended.exit, left)
             return True
         self.ended_early += not ended.exit.stopped_by_advisor
-        return self._progress() != before
+        return self.progress() != before
 
     def _faulted(self, fault: str, left: Sequence[Recommendation]) -> None:
         """Advisor has switched itself off: in the trial of a candidate, which may be why, or whatever is on."""
@@ -178,7 +204,7 @@ class SearchProcesses:
         """The Python error that this process ended with; "" where something else ended it, or it told none."""
         return "" if ended.signal or ended.timed_out else self.script.last_line
 
-    def _progress(self) -> tuple[object, ...]:
+    def progress(self) -> tuple[object, ...]:
         current = records.load_current(self.script.run_dir)
         pairs = (current.transform, current.parts, len(current.off_us)) if current is not None else ()
         return len(records.verdicts(self.script.run_dir)), pairs

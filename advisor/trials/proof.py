@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
 
@@ -17,6 +17,8 @@ from advisor.trials.statistics import WAITS_FRAC, bursty, process_speedup
 # One round of the comparison, in the order that cancels drift.
 PLAIN, STACK = "plain", "stack"
 ROUND = (PLAIN, STACK, STACK, PLAIN)
+# What a step waits for while the device has nothing to do, as people read it.
+LOADER, HOST = "its loader", "the host's launches"
 # One run of each says enough where its steps are certainly faster by so much: two processes of one kind differ by 1 to 2 %
 # (docs/decisions/0057), and the interval of one and one is made wider by what two of each kind may.
 CLEAR, APART = 1.1, 0.04
@@ -53,17 +55,22 @@ class Ratio:
 
 
 def ratio(
-    slow: Sequence[Measurement], fast: Sequence[Measurement], *, flow: bool, alike: bool = False, device: bool = False
+    slow: Sequence[Measurement],
+    fast: Sequence[Measurement],
+    *,
+    flow: bool,
+    alike: bool = False,
+    device: bool = False,
 ) -> Ratio:
     """Compare step times; `flow`: by the whole flow of steps, as must be where the loader was changed; `device`: the device's own
-    time in them, without waits for the loader.
+    time in them, without what it waits for.
 
     Where batches come in bursts, too, only the flow tells the rate. `alike`: one change lies between the two, not all of them
     (`statistics.process_speedup`).
     """
     arms = (slow, fast)
     if device:
-        slow_own, fast_own = ([m.device_us for m in runs] for runs in arms)
+        slow_own, fast_own = _own_us(arms)
         bounds = _widened(process_speedup(slow_own, fast_own, alike=alike), arms)
         return Ratio(bounds, tuple(map(median, slow_own)), tuple(map(median, fast_own)))
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
@@ -97,7 +104,8 @@ def judge(
         return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
-    own = ratio(plain, stack, flow=False, device=True).bounds if waits(plain, stack) and not flow else None
+    waits = waits_for(plain, stack) if not flow else ""
+    own = ratio(plain, stack, flow=False, device=True).bounds if waits else None
     check = _trained_alike(plain, stack, kept)
     # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
     passed: bool | None = True
@@ -108,7 +116,7 @@ def judge(
         passed = False
     elif low <= 1.0 and own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0:
         told = f"the device's time is {own[1]:.2f}× shorter ({own[0]:.2f} to {own[2]:.2f})"
-        detail = f"{told}; the step waits for its loader ({point:.2f}×, {low:.2f} to {high:.2f}); {check.detail}"
+        detail = f"{told}; the step waits for {waits} ({point:.2f}×, {low:.2f} to {high:.2f}); {check.detail}"
     elif low <= 1.0:
         # Above 1 but not beyond noise leaves it open; more runs may tell.
         passed = None if point > 1.0 else False
@@ -123,6 +131,7 @@ def judge(
         speedup=point,
         speedup_low=low,
         speedup_high=high,
+        waits_for=waits if own is not None else "",
         device_speedup=own[1] if own is not None else None,
         device_speedup_low=own[0] if own is not None else None,
         device_speedup_high=own[2] if own is not None else None,
@@ -134,10 +143,22 @@ def judge(
     )
 
 
-def waits(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> bool:
-    """Whether the plain script's step waits for its loader for a good part, and both kinds of runs have seen for how long."""
-    seen = all(m.device_us and len(m.device_us) == len(m.step_us) and min(m.device_us) > 0 for m in (*plain, *stack))
-    return seen and all(median(m.device_us) < (1 - WAITS_FRAC) * median(m.step_us) for m in plain)
+def waits_for(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> str:
+    """What the plain script's step waits for, for a good part of it, as far as both kinds of runs have seen it: `LOADER`, `HOST` (whose
+    launches leave the device idle), or "" for nothing."""
+
+    def wait(own: Callable[[Measurement], Sequence[float]]) -> bool:
+        seen = all(own(m) and min(own(m)) > 0 for m in (*plain, *stack))
+        # Of means: behind workers that deliver several batches at once most steps do not wait, and few wait for long.
+        return seen and all(fmean(own(m)) < (1 - WAITS_FRAC) * fmean(m.step_us) for m in plain)
+
+    return LOADER if wait(lambda m: m.device_us) else HOST if wait(lambda m: m.kernel_us) else ""
+
+
+def _own_us(arms: Sequence[Sequence[Measurement]]) -> list[list[tuple[float, ...]]]:
+    """The device's own time in the steps of each run: its kernels', or where nobody asked for these, without waits for the loader."""
+    kernels = all(m.kernel_us for runs in arms for m in runs)
+    return [[m.kernel_us if kernels else m.device_us for m in runs] for runs in arms]
 
 
 def apart(plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]) -> bool:

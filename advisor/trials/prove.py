@@ -21,7 +21,7 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.core.verdict import KEPT, SKIPPED, UNCONFIRMED, TrialLog, Verdict
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
-from advisor.trials import budget, outcome, planfile, planner, records
+from advisor.trials import budget, fresh, outcome, planfile, planner, records
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.proof import Proof
 from advisor.trials.script import Launch, Say, Script
@@ -83,7 +83,9 @@ def prove_plan(
     script = Script(command, run_dir, launch or relay, say)
     kept = [item for item in plan.items if item.status in TO_PROVE]
     settles = any(item.transform in planner.RESTARTED for item in kept)
-    runs = FreshRuns(script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0)
+    runs = FreshRuns(
+        script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0, kernel_steps=fresh.KERNEL_STEPS
+    )
     for item in kept:
         records.save_verdict(run_dir, _verdict(item))
     proved: Proof | None = None

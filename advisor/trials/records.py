@@ -25,6 +25,7 @@ TRIALS_DIR = "trials"
 CURRENT_FILE = "current.json"
 SEARCH_FILE = "search.json"
 MEASURE_FILE = "measure.json"
+PLAIN_FILE = "plain.json"  # a `Measurement` of the plain script by the process that was profiled
 FAULT_FILE = "fault.txt"
 SPENT_FILE = "spent.json"
 
@@ -100,6 +101,8 @@ class Measurement:
     device_us: tuple[
         float, ...
     ] = ()  # of `step_us`, without what the device waited for loaders; empty where nobody saw
+    settled_s: float = 0.0  # from the first step to the first one timed
+    kernel_us: tuple[float, ...] = ()  # of steps behind these, for how long any kernel ran; empty where nobody asked
     every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
     held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
     losses: tuple[float, ...] = ()
@@ -225,6 +228,19 @@ def load_search(run_dir: Path) -> SearchRecord | None:
         return storage.load(run_dir / SEARCH_FILE, SearchRecord)
     except AdvisorError:
         return None
+
+
+def load_plain(run_dir: Path) -> Measurement | None:
+    """What the process that was profiled has measured of the plain script, or None."""
+    try:
+        return storage.load(run_dir / TRIALS_DIR / PLAIN_FILE, Measurement)
+    except AdvisorError:
+        return None
+
+
+def save_plain(run_dir: Path, found: Measurement) -> None:
+    """As `load_plain` has it from now on."""
+    storage.save(run_dir / TRIALS_DIR / PLAIN_FILE, found)
 
 
 def load_current(run_dir: Path) -> InTrial | None:

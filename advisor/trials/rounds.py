@@ -63,8 +63,8 @@ class Rounds:
         """Try the candidates, then what the step with the kept changes asks for, while that keeps something and time is left."""
         script, run_dir = self.processes.script, self.processes.script.run_dir
         number, step_us, folder = 1, _step_us(profile), ""
-        waiting = tuple(c for c in first if c.transform in planner.DEAR)
-        found = tuple(c for c in first if c not in waiting)
+        found = self.first(first)
+        waiting = tuple(c for c in first if c not in found)
         self.known += tuple(first)
         on: tuple[PlanItem, ...] = ()
         while True:
@@ -107,6 +107,11 @@ class Rounds:
             if not found:
                 return
             found = tuple(c for c in found if c not in waiting)
+
+    @staticmethod
+    def first(candidates: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
+        """Of all candidates, those whose turn comes first: what is dear waits for what these leave."""
+        return tuple(c for c in candidates if c.transform not in planner.DEAR)
 
     def _take_turns(self, found: Sequence[Recommendation]) -> None:
         """Try what is chosen of these, in the running round."""

@@ -108,22 +108,12 @@ class Script:
         Afterwards the user's files are as they were, or `displaced` is set. Ctrl-C, and a request to end, set `interrupted`.
         """
         began = time.monotonic()
-        (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
-        with suppress(OSError):
-            self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
-        session = Session(
-            mode=mode,
-            script=self.command.words[0],
-            argv=self.command.words[1:],
-            protect_files=True,
-            first_step_s=patience_s(self.first_step_s),
-            **{"run_dir": str(self.run_dir), "warmup": WARMUP_STEPS, **orders},
-        )
+        session = self.orders(mode, **orders)
         try:
             ended = self.launch(
                 self.command,
                 session,
-                on_progress=self._told,
+                on_progress=self.told,
                 timeout_s=timeout_s,
                 environment=bytecode.variables(),
                 output=self.run_dir / records.OUTPUT_FILE,
@@ -132,7 +122,25 @@ class Script:
             ended = Exit(code=130, signal=int(signal.SIGINT))
         finally:
             self.put_back()
-        self._account(time.monotonic() - began, phase)
+        return self.ended(ended, time.monotonic() - began, phase)
+
+    def orders(self, mode: str, **orders: Any) -> Session:
+        """The orders of a process that begins now, or goes on with these."""
+        (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
+        with suppress(OSError):
+            self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
+        return Session(
+            mode=mode,
+            script=self.command.words[0],
+            argv=self.command.words[1:],
+            protect_files=True,
+            first_step_s=patience_s(self.first_step_s),
+            **{"run_dir": str(self.run_dir), "warmup": WARMUP_STEPS, **orders},
+        )
+
+    def ended(self, ended: Exit, wall_s: float, phase: str = "", *, started: bool = True) -> Ended:
+        """A process has ended so, after this time in its latest orders; the files are back. `started`: with these, not with others."""
+        self._account(wall_s, phase, started=started)
         if ended.hung and _HUNG not in self.notes:
             self.notes.append(_HUNG)
         if ended.interrupted or ended.code == 130 or ended.signal == signal.SIGINT:
@@ -166,14 +174,15 @@ class Script:
             self.notes.append(f"could not be put back: {problem}")
             self.displaced = self.failed = True
 
-    def _account(self, wall_s: float, phase: str) -> None:
+    def _account(self, wall_s: float, phase: str, *, started: bool) -> None:
         told = {} if phase else records.spent(self.run_dir)
         by_phase = {phase: wall_s} if phase else spent.of_process(wall_s, told)
         self.seconds.update(by_phase)
         if told:
-            self._starts_s.append(by_phase[spent.START])
+            self._starts_s.append(by_phase[spent.START] if started else self.first_step_s or 0.0)
 
-    def _told(self, event: dict[str, Any]) -> None:
+    def told(self, event: dict[str, Any]) -> None:
+        """One event of a process."""
         kind, name = event.get("event"), event.get("title") or event.get("transform")
         if kind == "trial":
             pairs = event.get("pairs")

@@ -13,16 +13,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from advisor.core import storage, transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
-from advisor.core.units import percent_text
+from advisor.core.units import percent_text, time_text
 from advisor.core.verdict import KEPT, SKIPPED, TrialLog
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
-from advisor.trials import outcome, planfile, planner, records
+from advisor.profiling.session import Session
+from advisor.trials import fresh, outcome, planfile, planner, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, Chooser
 from advisor.trials.fresh import FreshRuns
@@ -31,15 +33,34 @@ from advisor.trials.proof import Proof
 from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
+from advisor.trials.statistics import block_s
 from advisor.userfiles import owners
 
 # Of a CuPy loop's changes, what is left out first where all of them together give no measurement.
 FROM_START = ("graphs", "precision", "")
+# Steps for a process that was profiled to settle in: its loop is looked at anew, for what a profile does not keep.
+WARMUP_HANDED = 4
 
 
 def apply_search(
     command: ScriptCommand,
     recommendations: Sequence[Recommendation],
+    profile: StepProfile | None,
+    **options: Any,
+) -> tuple[TrialLog, Plan, int]:
+    """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
+
+    They are written whatever ends the search; an error that does is then raised. Options are those of `begin`.
+
+    Returns:
+        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
+        script or the user left it open.
+    """
+    return begin(command, profile, **options).finish(recommendations)
+
+
+def begin(
+    command: ScriptCommand,
     profile: StepProfile | None,
     *,
     ask: Ask | None = None,
@@ -51,10 +72,8 @@ def apply_search(
     run_dir: Path,
     say: Say,
     launch: Launch | None = None,
-) -> tuple[TrialLog, Plan, int]:
-    """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
-
-    They are written whatever ends the search; an error that does is then raised.
+) -> Search:
+    """A search whose time runs from now on; `finish` makes it.
 
     Args:
         recommend: what the rules say to a profile, which lies in the folder given: asked in each round after the first.
@@ -63,17 +82,23 @@ def apply_search(
         max_time_s: no candidate begins after this, less what the comparison of the stack needs.
         profiled_s: what the first profile took, for the account of the time; `max_time_s` is without it.
         max_pairs: most pairs of blocks, or of fresh runs, in a trial.
-
-    Returns:
-        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
-        script or the user left it open.
     """
     owners.hold(run_dir)
     budget = Budget.from_now(max_time_s, profile)
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say, profile.start_s if profile is not None else None)
-    runs = FreshRuns(script, budget.trial_s, step_s=budget.step_s, settle_s=budget.settle_s)
-    processes = SearchProcesses(script, budget, runs, min_gain, max_pairs)
+    runs = FreshRuns(
+        script,
+        budget.trial_s,
+        step_s=budget.step_s,
+        settle_s=budget.settle_s,
+        kernel_steps=fresh.kernel_steps(profile),
+    )
+    noise = statistics.noise(profile.step_us.raw) if profile is not None and profile.step_us is not None else None
+    processes = SearchProcesses(script, budget, runs, min_gain, max_pairs, noise)
+    if noise is not None:
+        script.notes.append(_tells(noise, budget.step_s or 0.0))
+        say(script.notes[-1])
     choose = Chooser(budget, ask)
     say(_limits(budget))
     search = Search(
@@ -83,28 +108,23 @@ def apply_search(
         stack=StackTrial(script, runs, budget, min_gain),
         profile=profile,
         profiled_s=profiled_s,
+        relay=relay,
     )
-    error: Exception | None = None
-    try:
-        search.run(recommendations)
-    except KeyboardInterrupt:
-        script.interrupted = True
-    except Exception as raised:
-        script.failed, error = True, raised
-        script.notes.append(f"the search ended with an error: {raised}")
-    finally:
-        relay.close()
-    script.put_back()  # where Ctrl-C came in the middle of that
-    log, plan = search.conclude()
-    if error is not None:
-        raise error
-    return log, plan, outcome.exit_code(log)
+    processes.on_whole = search.prove_at_once  # in the first round
+    return search
+
+
+def _tells(noise: float, step_s: float) -> str:
+    """What the plain loop's noise lets a trial tell, and in what time."""
+    seconds = 2 * statistics.STAGES[0] * block_s(step_s)
+    least = max(0.001, statistics.tells(noise))
+    return f"this loop's noise lets a trial tell differences above {percent_text(least)} of a step within {time_text(seconds * 1e6)}"
 
 
 def _limits(budget: Budget) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
-        f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s():.0f} s are kept for the final check; "
+        f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s(quick=True):.0f} s are kept for the final check; "
         "Ctrl-C ends it: its plan then has what is proved by then, and what else is faster as unconfirmed"
     )
 
@@ -117,15 +137,42 @@ class Search:
     choose: Chooser
     rounds: Rounds
     stack: StackTrial
+    relay: Relay
     profile: StepProfile | None
     profiled_s: float
     proved: Proof | None = None
+    proved_s: float | None = None  # when that was so for the first time, from the script's first step on
     _started: float = field(default_factory=lambda: time.time())
 
     @property
     def script(self) -> Script:
         """The script that is searched."""
         return self.processes.script
+
+    def first_orders(self, recommendations: Sequence[Recommendation]) -> Session | None:
+        """Of the first search process, for one that is there already, and has been profiled; None where nothing is to be tried."""
+        first = self.choose(self.rounds.first(planner.order(recommendations, self.profile)))
+        if not first:
+            return None
+        return self.script.orders("search", **{"warmup": WARMUP_HANDED, **self.processes.orders(first)})
+
+    def finish(self, recommendations: Sequence[Recommendation]) -> tuple[TrialLog, Plan, int]:
+        """As `apply_search`."""
+        error: Exception | None = None
+        try:
+            self.run(recommendations)
+        except KeyboardInterrupt:
+            self.script.interrupted = True
+        except Exception as raised:
+            self.script.failed, error = True, raised
+            self.script.notes.append(f"the search ended with an error: {raised}")
+        finally:
+            self.relay.close()
+        self.script.put_back()  # where Ctrl-C came in the middle of that
+        log, plan = self.conclude()
+        if error is not None:
+            raise error
+        return log, plan, outcome.exit_code(log)
 
     def run(self, recommendations: Sequence[Recommendation]) -> None:
         """Try what is recommended, and prove what is kept."""
@@ -134,15 +181,15 @@ class Search:
         if from_start:
             self._prove_from_start(from_start)
             return
-        processes.on_whole = self._prove_at_once  # in the first round
         self.rounds.run(planner.order(recommendations, self.profile), self.profile)
         if not records.kept_items(script.run_dir):
             # There is no stack: what would be tried on top of it is tried by itself.
             for candidate in processes.on_top:
                 if not (script.over or script.failed):
                     processes.try_alone(candidate)
-        self.proved = self.stack.prove(self.proved)
+        self.proved = self.stack.prove(self.proved, quick=True)
         if self.proved is not None:
+            self._note_proof()
             self.proved = self.stack.confirm(self.proved)
             self.proved = self.stack.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
             self.proved = self.stack.leave_one_out(self.proved)
@@ -166,22 +213,30 @@ class Search:
                 break
             wanted = rest
         if self.proved is not None and self.proved.holds:
+            self._note_proof()
             self._save_proved()
             self.proved = self.stack.confirm(self.proved)
             self.proved = self.stack.leave_one_out(self.proved)
 
-    def _prove_at_once(self) -> None:
+    def prove_at_once(self) -> None:
         """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""
         self.processes.on_whole = None
         self.proved = self.stack.prove(quick=True)
         if self.proved is None or not self.proved.holds:
             return
+        self._note_proof()
         self._save_proved()
         feeding = [c for c in self.processes.on_top if c.transform in planner.RESTARTED]
         if feeding and not self.script.over:
             before, self.proved = self.proved, self.stack.add_on_top(self.proved, feeding)
             if self.proved is not before:
                 self._save_proved()
+
+    def _note_proof(self) -> None:
+        """Something is proved by now, if it holds: the first time counts."""
+        if self.proved_s is None and self.proved is not None and self.proved.holds:
+            start_s = self.profile.start_s if self.profile is not None else None
+            self.proved_s = self._seconds() - (start_s or 0.0)
 
     def _save_proved(self) -> None:
         """The plan on disk has what is proved by now."""
@@ -218,6 +273,7 @@ class Search:
             self.proved,
             rounds=self.rounds.history,
             seconds=self._seconds(),
+            proved_s=self.proved_s,
             profiled_s=self.profiled_s,
             complete=not self.processes.ended,
         )

@@ -82,7 +82,10 @@ class StackTrial:
             kinds: tuple[str, ...] = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
             what = f"comparing in fresh processes, round {number}"
             if quick and number == 1 and before is None:
-                self._gather(runs, kinds[:2], kept, what)
+                profiled = self._profiled()
+                runs.plain += profiled
+                runs.begun[PLAIN] += len(profiled)
+                self._gather(runs, kinds[len(profiled) : 2], kept, what)
                 if runs.plain and runs.stack and kept and not self.script.over:
                     verdict = self._judge(runs.plain, runs.stack, kept)
                     if proof.clear(verdict):
@@ -123,6 +126,13 @@ class StackTrial:
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
             verdict = self._judge(runs.plain, runs.stack, kept)
         return self._proof(verdict, runs.plain, runs.stack, kept)
+
+    def _profiled(self) -> list[Measurement]:
+        """What the process that was profiled has measured of the plain script, where it says all that a fresh run would."""
+        found = records.load_plain(self.script.run_dir)
+        if found is None or found.settled_s < self.runs.settle_s or (self.runs.kernel_steps and not found.kernel_us):
+            return []
+        return [found]
 
     def confirm(self, proved: Proof) -> Proof:
         """A proof that rests on one run of each kind rests on two, where time is left for them, whatever they say."""

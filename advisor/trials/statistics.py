@@ -34,6 +34,10 @@ LEAST_DISTURBED, DISTURBED_FRAC = 8, 0.4
 STAGES = (6, 12, 20)
 # Three find what saves a tenth or more, at the price of a slightly wider interval for all looks: for steps so long that six take a while.
 EARLY_STAGES = (3, *STAGES)
+# A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
+BLOCK_S = 0.15
+# ... but has steps enough for a median, and not more than a fast loop needs.
+MIN_STEPS, MAX_STEPS = 3, 30
 # A noisy machine's blocks come in up to so many parts, which alternate with the other arm's: 20 pairs of six parts of 0.08 s take 20 s, or
 # half a minute where a step takes 30 ms. A gain that must be told apart more finely than the default threshold does not ask for more.
 MOST_PARTS, LEAST_GAIN = 6, 0.01
@@ -202,8 +206,36 @@ def parts(pairs: Sequence[tuple[float, float]], min_gain: float, before: int = 1
     _, mean, high = log_ratio_interval([math.log(on / off) for off, on in pairs])
     degrees = len(pairs) - 2 * int(TRIM_FRAC * len(pairs)) - 1
     spread = (high - mean) / t_quantile(0.5 + CONFIDENCE / 2.0, degrees) * math.sqrt(len(pairs))
-    wanted = before * (spread / (0.5 * max(min_gain, LEAST_GAIN))) ** 2
-    return round(min(MOST_PARTS, max(1.0, wanted)))
+    return parts_for(spread * math.sqrt(before), min_gain)
+
+
+def block_s(step_s: float) -> float:
+    """What a block of one part takes, with the step behind a switch, in a loop with this step."""
+    steps = max(MIN_STEPS, min(MAX_STEPS, math.ceil(BLOCK_S / max(step_s, 1e-6))))
+    return (steps + 1) * step_s
+
+
+def noise(steps: Sequence[float]) -> float | None:
+    """By how much two neighbouring blocks of the same loop differ, a standard deviation of log ratios; from its clean steps in order. None
+    where these are too few.
+
+    Of blocks of three steps, the shortest there are: noise of the host wanders at all scales, and longer ones tell little more.
+    """
+    usable = [s for s in steps if math.isfinite(s) and s > 0]
+    logs = [math.log(median(usable[i : i + 3])) for i in range(0, len(usable) - 2, 3)]
+    differences = [after - before for before, after in pairwise(logs)]
+    return math.sqrt(math.fsum(d * d for d in differences) / len(differences)) if len(differences) >= 3 else None
+
+
+def tells(spread: float, pairs: int = STAGES[0]) -> float:
+    """The least difference, a share of the step, that so many pairs of blocks tell from none, where neighbours differ by `spread`."""
+    confidence = 1.0 - (1.0 - CONFIDENCE) / (len(STAGES) + 1)
+    return 1.0 - math.exp(-t_quantile(0.5 + confidence / 2.0, pairs - 1) * spread / math.sqrt(pairs))
+
+
+def parts_for(spread: float, min_gain: float) -> int:
+    """Of how many parts blocks should be from the start, in a loop whose neighbouring blocks differ by so much; as `parts` has it."""
+    return round(min(MOST_PARTS, max(1.0, (spread / (0.5 * max(min_gain, LEAST_GAIN))) ** 2)))
 
 
 def whole_blocks(found: Sequence[float], count: int) -> list[float]:

@@ -13,8 +13,18 @@ from advisor.core.findings import Recommendation
 from advisor.core.transform_table import TOGETHER, Part, row
 from advisor.trials import planner
 
-# In the order in which they are left out.
+# In the order in which a proved whole loses them.
 LEFT_OUT: tuple[Part, ...] = ("precision", "kernels", "graphs", "layout")
+# And in which a whole that does not hold in the running loop is tried without them: first what is most often to blame, alone and then with
+# the next, since where two are to blame leaving out either one would tell nothing.
+WITHOUT: tuple[tuple[Part, ...], ...] = (
+    ("precision",),
+    ("precision", "kernels"),
+    ("kernels",),
+    ("precision", "kernels", "graphs"),
+    ("graphs",),
+    ("layout",),
+)
 
 
 def members(
@@ -45,17 +55,21 @@ def members(
 def attempts(
     candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True
 ) -> Iterator[tuple[Recommendation, ...]]:
-    """What is tried as one, in order, until one of these is kept: everything, then everything without one class.
+    """What is tried as one, in order, until one of these is kept: everything, then everything without one class or more.
 
     Without layout there are no kernels either that need it, unless the model is in NHWC by itself (`nhwc`).
     """
     whole = members(candidates, graphs_fit=graphs_fit, nhwc=nhwc)
     if len(whole) > 1:
         yield whole
-    for left_out in LEFT_OUT:
-        without_nhwc = left_out == "layout" and not nhwc
-        rest = tuple(c for c in whole if kind(c) != left_out and not (without_nhwc and c.transform in planner.IN_NHWC))
-        if 1 < len(rest) < len(whole):
+    tried = [whole]
+    for left_out in WITHOUT:
+        without_nhwc = "layout" in left_out and not nhwc
+        rest = tuple(
+            c for c in whole if kind(c) not in left_out and not (without_nhwc and c.transform in planner.IN_NHWC)
+        )
+        if len(rest) > 1 and rest not in tried:
+            tried.append(rest)
             yield rest
 
 

@@ -72,6 +72,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "advisor kernels verify": (("kernels", "verify"), 5, "GPU"),
     "advisor bench ops": (("bench", "ops"), 5, "GPU"),
     "advisor bench models": (("bench", "models"), 5, "GPU"),
+    "advisor bench real": (("bench", "real", "."), 2, "no runner in"),
     "advisor bench hosts": (("bench", "hosts"), 5, "GPU"),
     "advisor bench tune": (("bench", "tune"), 5, "GPU"),
     "advisor runs clean": (("runs", "clean", "--keep", "1", "--yes"), 0, ""),

@@ -1,6 +1,8 @@
 """In the running loop everything that fits is put on as one, before anything is tried by itself."""
 
 from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from searched_loop import (
@@ -20,27 +22,36 @@ from searched_loop import (
 
 from advisor.core import storage
 from advisor.core.findings import Interval
+from advisor.core.verdict import Check
 from advisor.profiling.session import Session
 from advisor.trials import records
+from advisor.trials.live import blocks, driver
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver
 from advisor.trials.statistics import Decision
 
+SEARCH = Session(mode="search", run_dir="", script="train.py", warmup=3, max_pairs=12)
+
 
 def search(tmp_path, *names, **options):
     promised = tuple(replace(c, predicted=Interval(low=0.0, high=0.5)) for c in candidates(*names))
-    orders = Session(
-        mode="search",
-        run_dir=str(tmp_path),
-        script="train.py",
-        warmup=3,
-        candidates=promised,
-        max_pairs=12,
-        whole_first=True,
-    )
+    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=promised, whole_first=True)
     _, reason = train(orders, SearchDriver, find, **options)
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
     return {v.transform: v for v in records.verdicts(tmp_path)}, record, reason
+
+
+def kernels(monkeypatch, of_the_wait):
+    """The kernels' own time in the running loop, planted: this share of the net's wait, or the same always."""
+
+    def kernel_times(loop, steps, note, check=None):
+        for _ in range(steps + 1):
+            yield
+        wait_s = loop.training.roots[0].module.wait_s if of_the_wait else 0.01
+        return (1e6 * (of_the_wait or 1.0) * wait_s,) * steps
+
+    monkeypatch.setattr(blocks, "kernel_times", kernel_times)
+    monkeypatch.setattr(driver, "kernel_times", kernel_times)
 
 
 def planted(monkeypatch, **changes):
@@ -138,3 +149,57 @@ def test_a_kernel_that_does_not_gain_with_nhwc_is_not_tried_without(tmp_path, mo
     verdicts = one_by_one(tmp_path, "fused_bn_act")
     assert [(name, v.status) for name, v in verdicts.items()] == [("fused_bn_act", "reverted")]
     assert verdicts["fused_bn_act"].reason.startswith("with channels_last, which it needs")
+
+
+class Slightly(Waits):
+    factor = 0.95
+
+
+def test_the_kernels_time_decides_where_the_hosts_noise_hides_the_step(tmp_path, monkeypatch):
+    kernels(monkeypatch, of_the_wait=0.5)
+    planted(monkeypatch, quicker=Slightly)
+    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=candidates("quicker"), kernel_steps=6)
+    train(orders, SearchDriver, find, noise=0.45)
+    (verdict,) = records.verdicts(tmp_path)
+    assert verdict.status == "kept", verdict.reason
+    assert verdict.gain_of == "device"
+    assert "waits for the host's launches" in verdict.reason
+    assert 0.049 < verdict.gain.low <= verdict.gain.high < 0.051
+    assert len(verdict.blocks.device_on_us) == 3  # pairs, which is all that it takes
+
+
+def test_what_saves_none_of_the_kernels_time_is_not_refused_for_it(tmp_path, monkeypatch):
+    kernels(monkeypatch, of_the_wait=0.0)
+    planted(monkeypatch, quicker=Slightly)
+    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=candidates("quicker"), kernel_steps=6)
+    train(orders, SearchDriver, find, noise=0.45)
+    (verdict,) = records.verdicts(tmp_path)
+    assert verdict.status == "inconclusive", verdict.reason
+    assert verdict.gain_of == "step"
+
+
+class Idle(Waits):
+    """Finds nothing to do, and is switched all the same: each time is noted."""
+
+    noted: ClassVar[Path]
+
+    def apply(self, training, parameters):
+        with self.noted.open("a") as file:
+            file.write("on\n")
+        return super().apply(training, parameters)
+
+    def effect(self, training, before, after):
+        return Check(passed=False, detail="nothing was found")
+
+
+def test_what_has_no_effect_is_off_before_anything_is_timed(tmp_path, monkeypatch):
+    Idle.noted = tmp_path / "noted"
+    planted(monkeypatch, channels_last=Layout, amp_bf16=HalfInLayout, set_to_none=Idle)
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16", "set_to_none")
+    assert record.whole_kept
+    assert {name: v.status for name, v in verdicts.items()} == {
+        "channels_last": "kept",
+        "amp_bf16": "kept",
+        "set_to_none": "reverted",
+    }
+    assert len(Idle.noted.read_text().splitlines()) == 1  # for the check of its numbers, and in none of the pairs

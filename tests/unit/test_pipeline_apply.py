@@ -33,11 +33,11 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
     monkeypatch.setattr(pipeline, "_profile", lambda *_, **__: measured)
     searched: list[object] = []
 
-    def apply_search(*given: object, **_: object) -> object:
+    def begin(*given: object, **_: object) -> object:
         searched.append(given)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(search, "apply_search", apply_search)
+    monkeypatch.setattr(search, "begin", begin)
     said: list[str] = []
     result = pipeline.apply([str(script)], auto=True, out=tmp_path / "run", say=said.append)
     assert result.exit_code == ExitCode.INCONCLUSIVE

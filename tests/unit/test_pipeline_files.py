@@ -9,7 +9,7 @@ import pytest
 from advisor import pipeline
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.profiling import environment, launcher
+from advisor.profiling import environment, launcher, relay
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.userfiles import restore
 
@@ -48,7 +48,7 @@ def test_a_script_that_makes_a_good_end_of_an_interrupt_is_not_started_again(tmp
         return Exit(code=0, interrupted=True)
 
     monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
-    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(relay, "launch", launch)
     monkeypatch.setattr(pipeline, "_shorter", lambda session, code: dataclasses.replace(session, steps=1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()

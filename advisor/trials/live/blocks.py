@@ -11,22 +11,20 @@ from statistics import median
 
 import torch
 
-from advisor.core.verdict import INCONCLUSIVE
+from advisor.core.verdict import INCONCLUSIVE, KEPT
+from advisor.profiling import graphs
 from advisor.profiling.timing import lags_us, mark, step_times
 from advisor.profiling.training import StepEvent
 from advisor.transforms.graphs import captured
+from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import EARLY_STAGES, MORE, STAGES, Decision, parts, trial
+from advisor.trials.statistics import BLOCK_S, EARLY_STAGES, MAX_STEPS, MIN_STEPS, MORE, STAGES, Decision, parts, trial
 
-# A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
-BLOCK_S = 0.15
-# ... but has steps enough for a median, and not more than a fast loop needs.
-MIN_STEPS, MAX_STEPS = 3, 30
 # Where the pairs that a first look asks for take longer than this, three are looked at before.
 EARLY_S = 15.0
 # All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts. In a search of four minutes one
@@ -57,11 +55,18 @@ class TimedBlocks:
         whole = min(MAX_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
         most = max(1, int(PARTS_S / (2 * STAGES[-1] * (_steps(whole, 2) + 1) * step_s)))
         if not times.steps:
-            times.parts = min(most, loop.parts)  # the last trial's noise is the best guess at this one's
+            times.parts = (
+                1 if hasty else min(most, loop.parts)
+            )  # the last trial's noise is the best guess at this one's
             times.steps = _steps(whole, times.parts)
         loop.machine.renew()
         try:
             decision = yield from self._pairs(switch, current, patient=False, hasty=hasty)
+            if decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
+                decision = (yield from self._by_kernels(switch)) or decision
+            if hasty and decision.status == MORE and (decision.point or 0.0) <= 0.0:
+                # Fresh processes take up what looks faster; what does not by three pairs may by six.
+                decision = yield from self._pairs(switch, current, patient=False)
             if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
                 finer = min(most, parts(times.pairs, session.min_gain, times.parts))
                 if finer > times.parts and len(times.pairs) <= STAGES[0]:
@@ -71,7 +76,7 @@ class TimedBlocks:
         except OutOfTime as late:
             decision = times.last_look(str(late), session.min_gain, session.max_pairs)
         decision = times.against_the_wall(decision)
-        loop.parts = parts(times.pairs, session.min_gain, times.parts)
+        loop.parts = loop.parts if hasty else parts(times.pairs, session.min_gain, times.parts)
         loop.step_us = times.step_us(decision) or loop.step_us
         loop.host_bound = times.host_bound(decision)
         return decision
@@ -89,7 +94,7 @@ class TimedBlocks:
             session.max_pairs,
             patient=patient,
             anew=True,
-            stages=EARLY_STAGES if first_look_s > EARLY_S else STAGES,
+            stages=EARLY_STAGES if hasty or first_look_s > EARLY_S else STAGES,
             hasty=hasty,
         )
         try:
@@ -105,6 +110,33 @@ class TimedBlocks:
         except StopIteration as done:
             decision: Decision = done.value
             return decision
+
+    def _by_kernels(self, switch: Switch) -> Generator[None, StepEvent, Decision | None]:
+        """What the kernels' own time says where noise hides what the step does; None unless it is a gain.
+
+        What saves only the host's time, or lets kernels run side by side, saves none of it: nothing is refused by it. Not beside captured
+        graphs (docs/decisions/0018).
+        """
+        loop, times, session = self.loop, self.times, self.loop.session
+        if not session.kernel_steps or times.kernels_off_us or times.exponent or graphs.alive():
+            return None
+        course = trial(
+            lambda: times.kernel_pairs, switch.is_on, session.min_gain, STAGES[0], anew=True, stages=EARLY_STAGES
+        )
+        try:
+            state = next(course)
+            while True:
+                loop.synchronize()
+                switch.on() if state else switch.off()
+                found = yield from kernel_times(loop, session.kernel_steps // 2, loop.notes.append, self.limit.check)
+                if not found:
+                    return None
+                (times.kernels_on_us if state else times.kernels_off_us).append(median(found))
+                state = course.send("")
+        except StopIteration as done:
+            decision: Decision = done.value
+        times.kernels_decide = decision.status == KEPT
+        return decision if times.kernels_decide else None
 
     def _block(self, on: bool) -> Generator[None, StepEvent, str]:
         """Time a block, or a part of one. The step after a switch or a synchronisation is not timed: it pays for them.

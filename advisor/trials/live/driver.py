@@ -34,6 +34,7 @@ from advisor.transforms.bundle import Bundle
 from advisor.transforms.channels_last import in_nhwc
 from advisor.trials import planfile, planner, records, whole
 from advisor.trials.kept import KeptChanges
+from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
@@ -92,8 +93,7 @@ class SearchDriver:
         self.kept = KeptChanges(training, session.kept, find)
         self.kept.settle()
         training.draws = []
-        self.loop = Loop(training, session, watcher, find, self.kept)
-        self._notes: list[str] = []
+        self.loop = Loop(training, session, watcher, find, self.kept, parts=session.parts)
         self._on_top: list[str] = []
         self._whole_kept = False  # what was tried as one, first of all, holds: it is to be proved at once
         self._postponed: dict[object, _Postponed] = {}
@@ -137,7 +137,8 @@ class SearchDriver:
         tell(session, "phase", phase="warm-up")
         yield from self._warm_up()
         for name, reason in self.kept.left_out.items():
-            self._notes.append(f"{name}, kept before, could not be applied: {reason}")
+            self.loop.notes.append(f"{name}, kept before, could not be applied: {reason}")
+        yield from self._plain_kernels()
         restart, late = "", False
         waiting = records.untried(session.folder, session.candidates)
         while waiting or (left_open := self._left_open()):
@@ -232,6 +233,18 @@ class SearchDriver:
                     wall = [(b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(recent)]
                     self.loop.step_us = median(times or wall)
                     return
+
+    def _plain_kernels(self) -> Steps:
+        """What was timed of the plain script while this process was profiled has its kernels' time too, where that is asked for."""
+        known = records.load_plain(self.session.folder)
+        if self.session.whole_first and self.session.kernel_steps and known is not None and not known.kernel_us:
+            notes: list[str] = []
+            # The first trace behind one with hardware counters has been seen to hold nothing; the next one does.
+            found = yield from kernel_times(self.loop, self.session.kernel_steps, notes.append)
+            if not found:
+                found = yield from kernel_times(self.loop, self.session.kernel_steps, notes.append)
+            self.loop.notes += notes if not found else ()
+            records.save_plain(self.session.folder, dataclasses.replace(known, kernel_us=found))
 
     def _resumed(self, candidate: Recommendation) -> InTrial:
         """The record of this candidate's trial: where an earlier process left it, or a new one."""
@@ -434,7 +447,7 @@ class SearchDriver:
             model_hash=planfile.model_hash(root.module for root in self.training.roots),
             steps=self._steps,
             step_us=self.loop.step_us,
-            notes=tuple(self._notes),
+            notes=tuple(dict.fromkeys(self.loop.notes)),
         )
         storage.save(self.session.folder / records.SEARCH_FILE, record)
         self.loop.tell_spent()

@@ -35,6 +35,7 @@ class Loop:
     parts: int = 1  # of the next trial's blocks, for the noise of the last
     traced: StepProfile | None = None  # a step of the loop as it stands, where one was traced
     spent: spent.Stopwatch = field(default_factory=lambda: spent.Stopwatch(spent.START))
+    notes: list[str] = field(default_factory=list)  # for people, beside the verdicts
     _machine: MachineWatch | None = None
 
     @property

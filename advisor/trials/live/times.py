@@ -70,6 +70,11 @@ class Times:
     dropped: int = 0  # steps that were no clean training steps
     disturbed: int = 0  # blocks that did not count, for what the machine did meanwhile
     bursty: int = 0  # parts whose steps come in bursts
+    kernels_off_us: list[float] = field(
+        default_factory=list
+    )  # medians of a few steps' kernel time, where noise hid the rest
+    kernels_on_us: list[float] = field(default_factory=list)
+    kernels_decide: bool = False
     exponent: float = 0.0  # a step's time grows as its input's elements to this, and is told for inputs of one size
 
     @classmethod
@@ -146,7 +151,8 @@ class Times:
         if self.exponent or not self.off.devices or not self.on.devices:
             return False
         seen = min(*self.off.devices, *self.on.devices) > 0
-        return seen and math.fsum(self.off.devices) < (1 - WAITS_FRAC) * math.fsum(self.off.medians)
+        # Of means: behind workers that deliver several batches at once most steps do not wait, and few wait for long.
+        return seen and math.fsum(self.off.devices) < (1 - WAITS_FRAC) * math.fsum(self.off.means)
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -157,6 +163,11 @@ class Times:
         return list(zip(off, on, strict=False))
 
     @property
+    def kernel_pairs(self) -> list[tuple[float, float]]:
+        """Whole pairs (off, on) of the kernels' own time."""
+        return list(zip(self.kernels_off_us, self.kernels_on_us, strict=False))
+
+    @property
     def steps_in_pairs(self) -> list[tuple[float, float]]:
         """Whole pairs (off, on) of the step."""
         return list(zip(self.off_us, self.on_us, strict=False))
@@ -164,13 +175,18 @@ class Times:
     @property
     def blocks(self) -> Blocks:
         """As a verdict has them."""
+        own_off, own_on = self.kernels_off_us, self.kernels_on_us
+        if not self.kernels_decide:
+            own_off, own_on = (
+                whole_blocks(arm.devices, self.parts) if self.waits else [] for arm in (self.off, self.on)
+            )
         return Blocks(
             off_us=tuple(self.off_us),
             on_us=tuple(self.on_us),
             steps_per_block=self.steps,
             parts=self.parts,
-            device_off_us=tuple(whole_blocks(self.off.devices, self.parts)) if self.waits else (),
-            device_on_us=tuple(whole_blocks(self.on.devices, self.parts)) if self.waits else (),
+            device_off_us=tuple(own_off),
+            device_on_us=tuple(own_on),
             dropped=self.dropped,
             disturbed=self.disturbed,
             exponent=self.exponent,
@@ -192,7 +208,7 @@ class Times:
         """
         if decision.status != KEPT or decision.gain is None:
             return decision
-        if self.by_device:
+        if self.by_device or self.kernels_decide:
             return self._beside_the_step(decision)
         off, on = whole_blocks(self.off.walls, self.parts), whole_blocks(self.on.walls, self.parts)
         walls = [p for p in zip(off, on, strict=False) if not any(map(math.isnan, p))]
@@ -216,9 +232,8 @@ class Times:
                 f"it saves the device's time, and makes the step slower: {decision.reason}, of the step {point:+.1%}"
             )
             return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
-        told = (
-            f"of the device's time: {decision.reason}; this step waits for its loader, and is {point:.1%} shorter now"
-        )
+        cause = "its loader" if self.by_device else "the host's launches"
+        told = f"of the device's time: {decision.reason}; this step waits for {cause}, and is {point:.1%} shorter now"
         return dataclasses.replace(decision, reason=told, step_point=point)
 
     def step_us(self, decision: Decision) -> float | None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from advisor import pipeline
-from advisor.bench import models
+from advisor.bench import fresh, models
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
@@ -86,7 +86,7 @@ def bench(
         )
         return Exit(code=0)
 
-    monkeypatch.setattr(models, "launch", more.get("launch", launch))
+    monkeypatch.setattr(fresh, "launch", more.get("launch", launch))
     target, baselines = tmp_path / "models.json", more.get("baselines", ("eager", "compile"))
     with contextlib.suppress(KeyboardInterrupt):
         models.run(
@@ -213,7 +213,7 @@ def again(
 
     monkeypatch.setattr(pipeline, "prove", prove)
     monkeypatch.setattr(pipeline, "apply", no_search)
-    monkeypatch.setattr(models, "launch", lambda *_, **__: Exit(code=1))
+    monkeypatch.setattr(fresh, "launch", lambda *_, **__: Exit(code=1))
     models.run(
         pattern="resnet50",
         out=tmp_path / "models.json",

@@ -484,7 +484,7 @@ def test_wrong_usage_is_one_line(invoke):
     found = invoke("bench")
     assert found.exit_code == 2
     assert found.stderr.count("\n") == 1
-    assert "ops, models, hosts, tune" in found.stderr
+    assert "ops, models, real, hosts, tune" in found.stderr
 
 
 def test_doctor(invoke, checks, monkeypatch):

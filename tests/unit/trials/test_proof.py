@@ -1,6 +1,7 @@
 """What fresh runs say of the whole, where the plain script waits for its loader and where not."""
 
 import random
+from dataclasses import replace
 
 from advisor.trials import proof
 from advisor.trials.records import Measurement
@@ -18,6 +19,13 @@ def run(step_us, device_us, *, noise, seed):
         losses=LOSSES,
         batch_size=8,
     )
+
+
+def launched(step_us, kernel_us, *, seed):
+    """A run whose steps wander with the host's launches, with the kernels' time of a few."""
+    chance = random.Random(seed)
+    found = run(step_us, step_us, noise=0.3, seed=seed)
+    return replace(found, kernel_us=tuple(kernel_us * (1 + chance.uniform(-0.003, 0.003)) for _ in range(6)))
 
 
 def judged(plain, stack, *, noise=0.3, flow=False):
@@ -51,9 +59,25 @@ def test_a_change_of_the_loader_is_judged_by_the_step():
     assert judged((100_000.0, 40_000.0), (99_000.0, 20_000.0), flow=True).device_speedup is None
 
 
+def test_a_gain_of_the_kernels_time_holds_where_the_hosts_launches_hide_it():
+    plain, stack = ([launched(us, own, seed=s) for s in (1, 2)] for us, own in ((100.0, 60.0), (99.0, 40.0)))
+    found = proof.judge(plain, stack, (), flow=False)
+    assert found.passed is True
+    assert 1.4 < found.device_speedup_low < found.device_speedup < found.device_speedup_high < 1.6
+    assert found.waits_for == proof.HOST
+    assert "the step waits for the host's launches" in found.detail
+    unknown = [replace(m, kernel_us=()) for m in stack]
+    assert proof.judge(plain, unknown, (), flow=False).passed is not True
+
+
+def test_kernels_that_fill_the_step_say_no_more_than_it_does():
+    plain, stack = ([launched(us, own, seed=s) for s in (1, 2)] for us, own in ((100.0, 96.0), (99.0, 40.0)))
+    assert proof.judge(plain, stack, (), flow=False).device_speedup is None
+
+
 def test_no_devices_time_that_nobody_saw():
     blind = [Measurement(step_us=(1.0,) * 30, every_us=(1.0,) * 30) for _ in range(2)]
-    assert not proof.waits(blind, blind)
+    assert not proof.waits_for(blind, blind)
 
 
 def test_one_process_of_each_kind_tells_less_surely_than_two():

@@ -11,13 +11,15 @@ from clocks import Clock
 
 from advisor.core import storage
 from advisor.core.environment import Environment
-from advisor.core.findings import Interval, Recommendation, Semantics
+from advisor.core.findings import Findings, Interval, Recommendation, Semantics
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.records import NEXT_FILE
+from advisor.profiling.session import Session
 from advisor.profiling.waiting import Stage, patience_s
 from advisor.reporting import terminal, wording
-from advisor.trials import budget, fresh, planfile, planner, processes, prove, records, search, spent
+from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
 from advisor.trials.script import last_line
 from advisor.userfiles import restore
@@ -155,6 +157,87 @@ def test_what_is_kept_goes_into_the_plan_with_its_speedup(script):
     assert seeds[0] == seeds[1] == seeds[4] == seeds[5] != seeds[2] == seeds[3]
     assert all(0.48 < v.left_out_gain.low < v.left_out_gain.high < 0.52 for v in log.verdicts if v.status == "kept")
     assert log.complete
+
+
+def handed_over(script, *names):
+    """A search whose first process was profiled before: what it did with its orders, and what came of it all."""
+    items = tuple(candidate(n) for n in names)
+    begun = search.begin(COMMAND, None, run_dir=script.run_dir, say=lambda text: None, launch=script)
+    profile = StepProfile(script="train.py", argv=(), created="", environment=Environment(), step_kind="optimizer",
+                          step_us=None, wall_us=None)  # fmt: skip
+    given = handover.Handover(lambda *_: (begun, begun.first_orders(items)), script.run_dir)
+    given.give(profile, Findings(run="", findings=(), cards=(), recommendations=items))
+    orders = storage.load(script.run_dir / NEXT_FILE, Session)
+    assert (orders.mode, {c.transform for c in orders.candidates}) == ("search", set(names))
+    assert given.timeout_s() > begun.processes.budget.trial_s
+    given.ended(script.search(orders))
+    return begun.finish(items)
+
+
+def test_a_process_that_was_profiled_is_the_first_that_searches(script):
+    script.verdicts = {"tf32": "kept", "channels_last": "reverted"}
+    script.step_us[("tf32",)] = 500.0
+    log, _, code = handed_over(script, "tf32", "channels_last")
+    assert code == 0
+    assert {v.transform: v.status for v in log.verdicts} == {"tf32": "kept", "channels_last": "reverted"}
+    assert "search" not in {s.mode for s in script.launches}  # none but the one that was handed over
+
+
+def test_one_that_dies_after_it_was_handed_over_is_followed_by_another(script):
+    lives = iter((True, False))
+
+    def dies_once(session):
+        if next(lives):
+            return Exit(code=139, signal=int(signal.SIGSEGV))
+        storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(complete=True))
+        return script.stops
+
+    script.verdicts = {"channels_last": "reverted", "tf32": dies_once}
+    log, _, _ = handed_over(script, "channels_last", "tf32")
+    verdicts = {v.transform: v for v in log.verdicts}
+    assert verdicts["tf32"].status == "failed"
+    assert "signal 11" in verdicts["tf32"].reason
+    assert [s.mode for s in script.launches].count("search") >= 1  # for what is left
+
+
+def test_where_nothing_is_to_be_tried_the_process_that_was_profiled_is_told_to_end(tmp_path):
+    given = handover.Handover(lambda *_: None, tmp_path)
+    given.give(None, None)
+    assert storage.load(tmp_path / NEXT_FILE, Session).mode == handover.ENDS
+    assert given.search is None
+    assert given.timeout_s() is None
+
+
+def plain_run(**more):
+    steps = tuple(1000.0 + i % 5 for i in range(30))
+    return records.Measurement(
+        step_us=steps,
+        every_us=steps,
+        losses=tuple(2.0 - 0.01 * i for i in range(42)),
+        batch_size=32,
+        complete=True,
+        **more,
+    )
+
+
+@pytest.mark.parametrize(("known", "kernel_steps", "runs"), [
+    (plain_run(), 0, [("tf32",)]),
+    (plain_run(), 6, [(), ("tf32",)]),  # its kernels' time is asked for, and not known
+    (plain_run(kernel_us=(500.0,) * 6), 6, [("tf32",)]),
+    (None, 0, [(), ("tf32",)]),
+])  # fmt: skip
+def test_what_was_timed_while_the_script_was_profiled_is_a_plain_run_of_the_first_proof(
+    script, known, kernel_steps, runs
+):
+    if known is not None:
+        records.save_plain(script.run_dir, known)
+    script.step_us[("tf32",)] = 500.0
+    records.save_verdict(script.run_dir, Verdict(transform="tf32", status="kept", reason="as told"))
+    begun = search.begin(COMMAND, None, run_dir=script.run_dir, say=lambda text: None, launch=script)
+    begun.stack.runs.kernel_steps = kernel_steps
+    proved = begun.stack.prove(quick=True)
+    assert proved.holds
+    assert [tuple(i.transform for i in s.kept) for s in script.launches] == runs
 
 
 def test_fewer_pairs_bound_the_fresh_runs_and_the_trials(script):
@@ -1002,7 +1085,7 @@ def test_runs_of_a_starved_loop_settle_first(late_us, workers, whole_s, settle_s
 
 
 def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
-    monkeypatch.setattr(budget.Budget, "stack_s", lambda self, start_s, left=1.0, proved=False: start_s)
+    monkeypatch.setattr(budget.Budget, "stack_s", lambda self, start_s, left=1.0, **_: start_s)
     monkeypatch.setattr(records, "spent", lambda run_dir: {spent.START: 20.0})
     script.steps_a_life = 1
     script.verdicts = {"tf32": "reverted", "compile": "reverted"}

@@ -370,3 +370,27 @@ def test_one_process_is_as_uncertain_as_the_others_are_apart():
     )
     assert wide[2] - wide[0] > 3 * (narrow[2] - narrow[0])
     assert st.process_speedup([[1.0] * 30], [[]], alike=True) is None
+
+
+def test_a_loops_noise_says_what_a_trial_can_tell():
+    random.seed(3)
+    steps = [100.0 * math.exp(random.gauss(0.0, 0.02)) for _ in range(60)]
+    quiet = [100.0 * math.exp(random.gauss(0.0, 0.001)) for _ in range(60)]
+    loud, still = st.noise(steps), st.noise(quiet)
+    assert 0.01 < loud < 0.03
+    assert 0.0005 < still < 0.0015
+    assert st.tells(loud) > 10 * st.tells(still) > 0
+    assert st.tells(loud, pairs=20) < st.tells(loud)
+    assert st.parts_for(still, 0.01) == 1 < st.parts_for(loud, 0.01) <= st.MOST_PARTS
+    assert st.noise(steps[:9]) is None  # two differences say nothing of their spread
+
+
+def test_what_a_trial_is_said_to_tell_it_tells():
+    """Pairs with that noise, apart by as much as was said: most trials of six pairs tell them from none."""
+    random.seed(5)
+    spread, found = 0.02, 0
+    least = st.tells(spread)
+    for _ in range(100):
+        pairs = [(100.0, 100.0 * (1 - 1.3 * least) * math.exp(random.gauss(0.0, spread))) for _ in range(6)]
+        found += st.decide(pairs, 0.0, anew=True).status == st.KEPT
+    assert found > 75
