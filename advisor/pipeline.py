@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.core import storage, use
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
-from advisor.core.plan import Plan
+from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.transform_table import ROWS, row
 from advisor.core.verdict import KEPT, TrialLog
@@ -879,12 +879,13 @@ def run(
     strict: bool = False,
     gpus: int = 1,
     allow: bool = False,
+    saves: bool = False,
     say: Say,
 ) -> int:
     """Train with a plan (its file, the folder of its run, or `last`) to the end. Returns the script's own exit code.
 
     With `gpus` a script written for one runs as so many ranks, with the plan that was proved for them; else that is proved first, and
-    they train without one. `allow`: as parts of a batch that do not train as the whole does.
+    they train without one. `saves`: checkpoints are written in the background. `allow`: as parts of a batch that do not train as the whole does.
 
     Raises:
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits; when the ranks cannot
@@ -895,17 +896,34 @@ def run(
     from advisor.trials.run import run_plan
 
     command = ScriptCommand.parse(words, module=module) if words else None
+    also = (PlanItem(transform="background_saves", status="kept"),) if saves else ()
     if gpus > 1:
-        return _run_on_ranks(command, plan, gpus, allow=allow, strict=strict, say=say)
+        return _run_on_ranks(command, plan, gpus, allow=allow, strict=strict, also=also, say=say)
     named = command.name if command is not None else ""
-    plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
+    try:
+        plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
+    except AdvisorError:
+        if not saves or command is None or str(plan) != "last":
+            raise
+        loaded = Plan(
+            script=command.words[0], argv=command.words[1:], created="", items=()
+        )  # it is asked for without one
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
     _recover(say)
-    return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, say=say)
+    return run_plan(command, plan, loaded, run_dir=new_run_dir(command.name), strict=strict, also=also, say=say)
 
 
-def _run_on_ranks(command: ScriptCommand | None, name: Path, gpus: int, *, allow: bool, strict: bool, say: Say) -> int:
+def _run_on_ranks(
+    command: ScriptCommand | None,
+    name: Path,
+    gpus: int,
+    *,
+    allow: bool,
+    strict: bool,
+    also: Sequence[PlanItem],
+    say: Say,
+) -> int:
     from advisor.distributed import starting
     from advisor.profiling import environment, launcher
     from advisor.trials import planfile, ranks
@@ -932,7 +950,9 @@ def _run_on_ranks(command: ScriptCommand | None, name: Path, gpus: int, *, allow
     seed = ranks.new_seed()
     together = starting.on_ranks(command, gpus, run_dir, seed=seed, norms=norms)
     try:
-        return run_plan(together, path, plan, run_dir=run_dir, strict=strict, say=say, launch=launcher.launch)
+        return run_plan(
+            together, path, plan, run_dir=run_dir, strict=strict, also=also, say=say, launch=launcher.launch
+        )
     finally:
         starting.clear(run_dir, gpus)
 

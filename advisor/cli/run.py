@@ -21,6 +21,11 @@ from advisor.cli.progress import Progress
     help="Train with this plan: a file, a run's folder, or `last`, the newest of SCRIPT in advisor-runs/ here.",
 )
 @click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
+@click.option(
+    "--background-saves",
+    is_flag=True,
+    help="`torch.save` copies to the host and returns; a process of its own writes the same bytes.",
+)
 @gpus_options
 @verbosity_options
 @module_option
@@ -31,6 +36,7 @@ def run(
     module: bool,
     plan: Path,
     strict: bool,
+    background_saves: bool,
     gpus: int,
     allow: str | None,
     quiet: bool,
@@ -57,5 +63,14 @@ def run(
 
     with Progress(quiet=quiet, verbose=verbose) as say:
         return int(
-            pipeline.run(words, module=module, plan=plan, strict=strict, gpus=gpus, allow=allow is not None, say=say)
+            pipeline.run(
+                words,
+                module=module,
+                plan=plan,
+                strict=strict,
+                saves=background_saves,
+                gpus=gpus,
+                allow=allow is not None,
+                say=say,
+            )
         )

@@ -50,6 +50,7 @@ class Stage(IntEnum):
     ALGORITHMS = auto()
     COMPILER = auto()
     AUTOTUNING = auto()
+    ASKED = auto()  # by `run --background-saves`: what no block of steps shows
     MEMORY = auto()  # for `--goal memory` alone (trials/memory.py)
     RANKS = auto()  # in all ranks of `--gpus N` (trials/across.py), behind what one of them can be searched for
 
@@ -342,6 +343,14 @@ _ALL = (
         predictor="launch:cuda_graphs",
         stage=Stage.GRAPHS,
         part="graphs",
+    ),
+    Row(
+        id="background_saves",
+        title="checkpoints written in the background",
+        code="background_saves:BackgroundSaves",
+        stage=Stage.ASKED,
+        semantics=Semantics.EXACT,
+        needs_gpu=False,
     ),
     Row(
         id="checkpoint_activations",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.plan import Plan
+from advisor.core.plan import Plan, PlanItem
 from advisor.core.transform_table import having
 from advisor.core.verdict import KEPT, UNCONFIRMED
 from advisor.distributed import starting
@@ -28,6 +29,7 @@ def run_plan(
     *,
     run_dir: Path,
     strict: bool = False,
+    also: Sequence[PlanItem] = (),
     say: Say,
     launch: Launch = launcher.launch,
 ) -> int:
@@ -36,6 +38,8 @@ def run_plan(
     Another machine, torch or model: the plan's proof does not hold, so the plain script trains, and why is said. Another
     script text alone is said too; each item is still matched against the live model. So is, at its end, that no step was seen to
     apply the plan at: folds that train in processes of their own are not followed.
+
+    `also`: changes that the user has asked for by name, whatever the plan says.
 
     Raises:
         AdvisorError: with `strict`, when anything has changed since the plan was proved.
@@ -61,6 +65,7 @@ def run_plan(
         without = ", ".join(item.transform for item in own_kernels)
         say(f"training without {without}; `advisor apply --plan {path}` proves them with today's")
         kept = tuple(item for item in kept if item not in own_kernels)
+    kept = (*kept, *also)
     if not kept:
         waiting = sum(item.status == UNCONFIRMED for item in plan.items)
         settle = (
