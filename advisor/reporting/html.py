@@ -154,6 +154,7 @@ def _context(
         "cards": wording.cards(findings),
         "tries": functools.partial(wording.next_apply, profile, "advisor"),
         "quiet": [f for f in findings.findings if f.outcome is Outcome.QUIET] if findings else [],
+        "unevaluated": wording.unevaluated(findings) if findings else [],
         "unknown": [f for f in findings.findings if f.outcome is Outcome.UNKNOWN] if findings else [],
         "counts": wording.counts(findings) if findings else "",
         "metric_docs": {name: spec.doc for name, spec in BY_NAME.items()},

@@ -135,7 +135,8 @@ def _findings(findings: Findings) -> list[str]:
     missing = [f for f in findings.findings if f.outcome is Outcome.UNKNOWN]
     if missing:
         lines += ["", f"<details><summary>{counted(len(missing), 'rule')} not evaluated</summary>", ""]
-        lines += [f"- {cell(f.rule)}: {cell('; '.join(f.missing))}" for f in missing]
+        for lacks, group in wording.unevaluated(findings):
+            lines.append(f"- {cell(lacks)}: {cell(', '.join(f.rule for f in group))}")
         lines += ["", "</details>"]
     return lines
 

@@ -216,6 +216,8 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
         lines.append(page.paint(f"  {len(told) - len(shown)} more in the report.", "dim"))
     if explain:
         lines += _unfired(page, findings)
+    elif lacking := wording.unevaluated_line(findings):
+        lines += page.wrap(lacking, 2, "dim")
     return lines
 
 
@@ -324,9 +326,9 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
     lines = [page.heading("Trials", f"{counted(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
+    lines += page.wrap(wording.trials_headline(log), 2, "bold")
     if where := wording.spent(log):
         lines += page.wrap(f"Time: {where}.", 2, "dim")
-    lines += page.wrap(wording.trials_headline(log), 2)
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):
         lines += page.wrap(wording.round_headline(log, 1), 2, "bold")

@@ -307,6 +307,30 @@ def spent(trials: TrialLog) -> str:
     return ", ".join(f"{phase} {seconds:.0f} s" for phase, seconds in ordered if seconds >= 1.0)
 
 
+def unevaluated(findings: Findings) -> list[tuple[str, list[Finding]]]:
+    """The rules that were not evaluated, by what they lack, the most first: `needs a CUDA GPU` → those rules.
+
+    Of a rule that lacks several things the first stands for all.
+    """
+    groups: dict[str, list[Finding]] = {}
+    for finding in findings.findings:
+        if finding.outcome is Outcome.UNKNOWN:
+            lacks = finding.missing[0].partition(": ")[2] if finding.missing else ""
+            groups.setdefault(lacks or "something that was not measured", []).append(finding)
+    return sorted(groups.items(), key=lambda item: (-len(item[1]), item[0]))
+
+
+def unevaluated_line(findings: Findings) -> str:
+    """The same in a sentence: `39 rules need a CUDA GPU; 2 rules lack: was not gathered.`; "" for none."""
+    told = []
+    for lacks, group in unevaluated(findings):
+        if lacks.startswith("needs "):
+            told.append(f"{counted(len(group), 'rule')} {'need' if len(group) > 1 else 'needs'} {lacks[6:]}")
+        else:
+            told.append(f"{counted(len(group), 'rule')} not evaluated: {lacks}")
+    return "; ".join(told) + "." if told else ""
+
+
 def round_headline(trials: TrialLog, number: int) -> str:
     """From which profile a round's predictions come."""
     if number == 1:
