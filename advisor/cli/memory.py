@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 
 import click
@@ -54,13 +54,12 @@ def memory(
       advisor memory --memory 24GiB --gpus 4 train.py
     """
     from advisor import pipeline
-    from advisor.core import storage
     from advisor.reporting import held
 
     with Progress(quiet=quiet, verbose=verbose) as say:
         found = pipeline.memory(words, module=module, memory_bytes=memory, gpus=gpus, out=out, say=say)
     if form == "json":
-        click.echo(json.dumps(storage.to_plain(found.look)))
+        output.say(output.document("memory", found.look), sys.stdout)
         return 0
-    output.say(held.text(found.look, found.others, batch=found.batch, memory_bytes=found.memory_bytes))
+    output.say(held.text(found.look, found.others, batch=found.batch, memory_bytes=found.memory_bytes), sys.stdout)
     return 0

@@ -23,6 +23,7 @@ from advisor.analysis.convolutions import Product
 from advisor.analysis.scaling import Foretold
 from advisor.core.attempt import Attempt
 from advisor.core.findings import Card, Findings
+from advisor.core.held import MemoryLook
 from advisor.core.profile import StepProfile
 from advisor.core.storage import SCHEMA_VERSION
 from advisor.core.verdict import TrialLog
@@ -173,6 +174,11 @@ DOCUMENTS: dict[str, Document] = {
             "settings": list[str],
             "products": [{**_fields(Product), "total_us": float, "tflops": float, "of_limit": float | None}],
         },
+    ),
+    "memory": Document(
+        commands=("memory",),
+        about="What one step holds in memory, by kind, module and line; and each module's share.",
+        fields=_fields(MemoryLook),
     ),
     "scaling": Document(
         commands=("scale",),

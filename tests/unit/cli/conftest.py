@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 import advisor
 from advisor.analysis import scaling
 from advisor.cli.main import cli
+from advisor.core.held import HeldRow, MemoryLook
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
 import samples
@@ -72,6 +73,11 @@ class FakePipeline(types.ModuleType):
         return SimpleNamespace(
             run_dir=self.run_dir, exit_code=0, profile=samples.resnet50(), findings=samples.findings()
         )
+
+    def memory(self, words, **kwargs):
+        self._record("memory", words, **kwargs)
+        look = MemoryLook(rows=(HeldRow(kind="activation", module="Net", nbytes=64, count=1),), step_us=1_000.0)
+        return SimpleNamespace(look=look, others=(), batch=32, memory_bytes=0)
 
     def scale(self, run, gpus, **kwargs):
         self._record("scale", run, gpus, **kwargs)

@@ -23,6 +23,7 @@ CALLS = {
     "recommend": ("recommend", "last"),
     "report": ("report", "last"),
     "conv": ("conv", "last"),
+    "memory": ("memory", "train.py"),
     "scale": ("scale", "last"),
     "compare": ("compare", "a", "b"),
     "repro": ("repro", "last"),

@@ -25,6 +25,7 @@ KINDS = {
     "compare": "comparison",
     "conv": "convolutions",
     "scale": "scaling",
+    "memory": "memory",
     "runs": "runs",
     "rules list": "rules",
     "rules metrics": "metrics",
