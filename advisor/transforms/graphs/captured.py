@@ -94,12 +94,10 @@ class Captured:
                 self._zeros = [True] * len(wanted)
                 sources = [*(a for a in self.inputs if a.requires_grad), *(leaves[id(p)] for p in self.parameters)]
                 found: list[torch.Tensor | None] = [None] * len(sources)
+                self.input_grads: list[torch.Tensor | None] = [None] * len(self.inputs)
                 if wanted:
                     found = self._capture_backward(stream, wanted, sources, beside)
-                arrived = iter(found)
-                self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
-                others = (*self.inputs, *self.output_grads, *self.input_grads)
-                parameter_grads = direct_gradients.own_memory(arrived, self.parameters, others)
+                parameter_grads = found[len(sources) - len(self.parameters) :]
         except BaseException:
             _leave_capture(device, script)
             raise
@@ -108,7 +106,7 @@ class Captured:
         self.outputs = [o.detach() for o in flat]  # the autograd graph itself may go: the replay is the backward now
         self._finish(module, parameter_grads)
         pools = {graph.pool() for graph, made_of in ((self.forward, flat), (self.backward, wanted)) if made_of}
-        del flat, output, made, wanted, sources, found, arrived, leaves, stay  # the replays have what these took
+        del flat, output, made, wanted, sources, found, leaves, stay  # the replays have what these took
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         self.hidden_bytes = free_bytes(segments, pools)
         alive.add(self)
@@ -131,7 +129,12 @@ class Captured:
             with side or contextlib.nullcontext():
                 found = torch.autograd.grad(wanted, sources, self.output_grads, only_inputs=True, allow_unused=True)
             self.moved = side.moved if side is not None else 0
-        return list(found)
+            arrived = iter(found)
+            self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
+            others = (*self.inputs, *self.output_grads, *self.input_grads)
+            # Inside the capture: a gradient of other strides than its parameter's is copied in each replay.
+            own = direct_gradients.own_memory(arrived, self.parameters, others)
+        return [*(g for g, a in zip(self.input_grads, self.inputs, strict=True) if a.requires_grad), *own]
 
     def busy(self) -> bool:
         """True while an earlier forward waits for its backward: its activations must not be overwritten."""

@@ -435,7 +435,8 @@ def speedrun(device: torch.device) -> Published:
     optimizer = torch.optim.SGD(
         [{"params": biases, "weight_decay": 0.0}, {"params": weights, "weight_decay": 1e-3}], **settings
     )
-    state: dict[str, Any] = {"sum": 0.0}
+    meter = SmoothedValue()
+    state: dict[str, Any] = {"meter": meter}
 
     def step() -> torch.Tensor:
         x, y = torch.randn(128, 3, 32, 32, device=device), torch.randint(10, (128,), device=device)
@@ -448,7 +449,7 @@ def speedrun(device: torch.device) -> Published:
         if not math.isfinite(value):
             print(f"Loss is {value}, stopping training")
             sys.exit(1)
-        state["sum"] += value
+        meter.update(value)
         return loss.detach()
 
     return Published(device, {"Speedrun": net}, step, [optimizer], state)

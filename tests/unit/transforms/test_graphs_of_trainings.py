@@ -99,6 +99,27 @@ def test_a_replay_computes_what_the_forward_does(graphs: list[Graph]) -> None:
     assert [graph.replays for graph in graphs] == [STEPS - WARM_CALLS] * 2
 
 
+def test_gradients_of_other_strides_than_their_parameters(graphs: list[Graph]) -> None:
+    """NHWC inputs and NCHW weights, as under DistributedDataParallel: what brings a gradient to its parameter's strides is replayed too."""
+
+    def step(net: nn.Module, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        return trained(net, x.contiguous(memory_format=torch.channels_last), state)
+
+    found = Twins(Turned, step).run()
+    assert found.replays == STEPS - WARM_CALLS
+
+
+class Turned(Net):
+    """Its first weight's gradient comes with other strides than the weight has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.turned.t().contiguous().t()
+
+
 # ── how a module is called ──────────────────────────────────────────────────────────────────────────
 
 
