@@ -228,7 +228,8 @@ class Search:
         self._save_proved()
         feeding = [c for c in self.processes.on_top if c.transform in planner.RESTARTED]
         if feeding and not self.script.over:
-            before, self.proved = self.proved, self.stack.add_on_top(self.proved, feeding)
+            before = self.proved = self.stack.with_plain(self.proved)
+            self.proved = self.stack.add_on_top(self.proved, feeding)
             if self.proved is not before:
                 self._save_proved()
 

@@ -127,6 +127,15 @@ class StackTrial:
             verdict = self._judge(runs.plain, runs.stack, kept)
         return self._proof(verdict, runs.plain, runs.stack, kept)
 
+    def with_plain(self, proved: Proof) -> Proof:
+        """The proof with a fresh plain run in the place of the steps that were timed while the script was profiled: what another loader
+        changes is told by the flow of all steps, and those are few."""
+        runs = _Runs(stack=list(proved.stack))
+        if proved.plain != tuple(self._profiled()):
+            return proved
+        self._gather(runs, (PLAIN,), list(records.kept_items(self.script.run_dir)), "for what feeds the loop")
+        return dataclasses.replace(proved, plain=tuple(runs.plain)) if runs.plain else proved
+
     def _profiled(self) -> list[Measurement]:
         """What the process that was profiled has measured of the plain script, where it says all that a fresh run would."""
         found = records.load_plain(self.script.run_dir)

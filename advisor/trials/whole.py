@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from advisor.core.findings import Recommendation
 from advisor.core.transform_table import TOGETHER, Part, row
+from advisor.core.verdict import Verdict
 from advisor.trials import planner
 
 # In the order in which a proved whole loses them.
@@ -24,6 +25,17 @@ WITHOUT: tuple[tuple[Part, ...], ...] = (
     ("precision", "kernels", "graphs"),
     ("graphs",),
     ("layout",),
+)
+# Where the numbers of the whole are off by `GROSS` times what is allowed or more, no rounding does that: a gradient that a replayed graph
+# does not write is off by all of it.
+GROSS = 3.0
+WITHOUT_AT_GROSS: tuple[tuple[Part, ...], ...] = (
+    ("graphs",),
+    ("kernels",),
+    ("kernels", "graphs"),
+    ("layout",),
+    ("precision",),
+    ("precision", "kernels", "graphs"),
 )
 
 
@@ -53,17 +65,17 @@ def members(
 
 
 def attempts(
-    candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True
+    candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True, gross: bool = False
 ) -> Iterator[tuple[Recommendation, ...]]:
     """What is tried as one, in order, until one of these is kept: everything, then everything without one class or more.
 
-    Without layout there are no kernels either that need it, unless the model is in NHWC by itself (`nhwc`).
+    `gross`: the whole was tried, and its numbers are far off. Without layout there are no kernels either that need it, unless the model is in NHWC by itself (`nhwc`).
     """
     whole = members(candidates, graphs_fit=graphs_fit, nhwc=nhwc)
     if len(whole) > 1:
         yield whole
     tried = [whole]
-    for left_out in WITHOUT:
+    for left_out in WITHOUT_AT_GROSS if gross else WITHOUT:
         without_nhwc = "layout" in left_out and not nhwc
         rest = tuple(
             c for c in whole if kind(c) not in left_out and not (without_nhwc and c.transform in planner.IN_NHWC)
@@ -71,6 +83,14 @@ def attempts(
         if len(rest) > 1 and rest not in tried:
             tried.append(rest)
             yield rest
+
+
+def gross(verdict: Verdict) -> bool:
+    """Whether it says of several as one that their numbers are far off."""
+    numerics = verdict.numerics
+    if TOGETHER not in verdict.transform or numerics is None or numerics.passed is not False:
+        return False
+    return numerics.numbers.get("of_bound", 0.0) >= GROSS
 
 
 def kind(candidate: Recommendation) -> Part:

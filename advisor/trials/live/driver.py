@@ -240,9 +240,8 @@ class SearchDriver:
         if self.session.whole_first and self.session.kernel_steps and known is not None and not known.kernel_us:
             notes: list[str] = []
             # The first trace behind one with hardware counters has been seen to hold nothing; the next one does.
+            yield from kernel_times(self.loop, 1, lambda why: None)
             found = yield from kernel_times(self.loop, self.session.kernel_steps, notes.append)
-            if not found:
-                found = yield from kernel_times(self.loop, self.session.kernel_steps, notes.append)
             self.loop.notes += notes if not found else ()
             records.save_plain(self.session.folder, dataclasses.replace(known, kernel_us=found))
 
@@ -296,7 +295,8 @@ class SearchDriver:
         tried = {v.transform for v in verdicts}
         live = [c for c in waiting if whole.kind(c) and self.loop.find(c.transform).live and self._applies(c)]
         nhwc = self._nhwc() or not self._applies(Recommendation(transform=planner.LAYOUT))
-        attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc)
+        gross = any(whole.gross(v) for v in verdicts)
+        attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc, gross=gross)
         return next((found for found in attempts if planner.as_one(found).transform not in tried), ())
 
     def _goes_on_top(self, candidate: Recommendation) -> bool:

@@ -155,7 +155,8 @@ class Trial:
             loop.training, transform, dict(self.candidate.parameters), self._rivals(transform)
         )
         states_effect = type(transform).effect is not Transform.effect
-        traced = self.current.traced and transform.traced and not self._proved and states_effect
+        # What fresh processes judge next shows its effect by the live state: a trace takes some steps, and is read for seconds.
+        traced = self.current.traced and transform.traced and states_effect and not (self._proved or self.provisional)
         if traced and loop.traced is None and not graphs.alive():
             loop.spent.enter(spent.TRACE)
             loop.traced = yield from traced_step(loop)

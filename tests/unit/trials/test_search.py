@@ -240,6 +240,19 @@ def test_what_was_timed_while_the_script_was_profiled_is_a_plain_run_of_the_firs
     assert [tuple(i.transform for i in s.kept) for s in script.launches] == runs
 
 
+def test_what_feeds_the_loop_is_held_against_a_whole_plain_run(script):
+    """The steps that were timed while the script was profiled are few, and with another loader all steps count."""
+    records.save_plain(script.run_dir, plain_run())
+    script.step_us.update({("tf32",): 500.0, ("tf32", "loader_workers"): 250.0})
+    records.save_verdict(script.run_dir, Verdict(transform="tf32", status="kept", reason="as told"))
+    begun = search.begin(COMMAND, None, run_dir=script.run_dir, say=lambda text: None, launch=script)
+    begun.processes.on_top.append(candidate("loader_workers", parameters={"workers": "8"}))
+    begun.prove_at_once()
+    assert set(begun.proved.items) == {"tf32", "loader_workers"}
+    runs = [tuple(i.transform for i in s.kept) for s in script.launches]
+    assert runs[:3] == [("tf32",), (), ("tf32", "loader_workers")]
+
+
 def test_fewer_pairs_bound_the_fresh_runs_and_the_trials(script):
     script.restart_only = {"loader_workers"}
     script.step_us.update({("loader_workers",): 995.0})  # hidden in the noise, whatever the number of pairs

@@ -3,6 +3,7 @@
 import pytest
 
 from advisor.core.findings import Interval, Recommendation
+from advisor.core.verdict import Check, Verdict
 from advisor.trials import whole
 
 
@@ -78,3 +79,16 @@ def test_what_works_in_any_layout_brings_none():
         "fused_layer_norm",
         "fused_optimizer",
     ]
+
+
+def refused(names, of_bound):
+    check = Check(passed=False, detail="off", numbers={"of_bound": of_bound})
+    return Verdict(transform=" + ".join(names), status="reverted", reason="off", numerics=check)
+
+
+def test_numbers_that_are_far_off_are_no_roundings_and_graphs_are_left_out_first():
+    assert not whole.gross(refused(["amp_bf16", "cuda_graphs"], 1.1))
+    assert whole.gross(refused(["amp_bf16", "cuda_graphs"], 10.0))
+    assert not whole.gross(refused(["amp_bf16"], 10.0))  # by itself: it says nothing of a whole
+    tried = [names(attempt) for attempt in whole.attempts(NET, gross=True)]
+    assert tried[1] == ["prefetch", "channels_last", "fused_bn_act", "amp_bf16", "fused_optimizer"]
