@@ -10,6 +10,7 @@ import torch
 from published import Published
 
 from advisor.transforms.base import Transform, Undo
+from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.defer_sync import DeferSync
 from advisor.transforms.fused_optimizer import FusedOptimizer
@@ -99,4 +100,21 @@ def test_with_all_that_spares_the_host(make: Callable[[torch.device], Published]
         assert effect.passed, effect.detail
     print(f"{make.__name__}: {apart:.2g} apart, noise {noise:.2g}")
     assert apart <= 10 * noise + 1e-2 * max(map(abs, expected))
+    undo.run()
+
+
+@pytest.mark.parametrize("make", [published.diffusion, published.metric_learning], ids=lambda make: make.__name__)
+def test_nhwc_inputs_under_a_wrapper_that_keeps_its_weights_layout(make: Callable[[torch.device], Published]) -> None:
+    """Each gradient is brought to its parameter's strides in the graph: done once at the capture, it stayed what it was then."""
+    plain, graphed = (made(make) for _ in range(2))
+    graphs, layout, undo = CudaGraphs(), ChannelsLast(), Undo()
+    for training in (plain.training, graphed.training):
+        training.roots[0].args = (torch.randn(4, 3, 32, 32, device="cuda"),)
+        undo.push(layout.apply(training, {}).run)
+    undo.push(graphs.apply(graphed.training, {}).run)
+    expected, found = losses(plain), losses(graphed)
+    assert graphs.effect(graphed.training, None, None).passed
+    apart = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+    print(f"{make.__name__}: {apart:.2g} apart")
+    assert apart <= 5e-3 * max(map(abs, expected))
     undo.run()
