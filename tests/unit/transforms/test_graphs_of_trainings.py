@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -336,7 +337,7 @@ def test_a_loss_with_masks_in_the_forward_leaves_the_larger_parts_to_graphs(grap
 
     found = Twins(Detector, step).run(14)
     assert found.replays >= 14 - 2 * WARM_CALLS - 1
-    assert "test_graphs.py:" in found.effect.detail  # the line that chooses
+    assert f"{Path(__file__).name}:" in found.effect.detail  # the line that chooses
     assert found.graphed.head.__dict__.get("forward") is None
     assert found.graphed.body.__dict__.get("forward") is not None
     found.undo.run()
@@ -521,7 +522,7 @@ def test_what_a_capture_cannot_hold_is_told_and_runs_eagerly(
     assert found.effect.passed is False
     assert torch.cuda.current_stream() is torch.cuda.default_stream()
     if make is Reads:
-        assert "test_graphs.py:" in found.effect.detail  # the line that reads
+        assert f"{Path(__file__).name}:" in found.effect.detail  # the line that reads
 
 
 def test_what_is_returned_beside_tensors_is_told(graphs: list[Graph]) -> None:
@@ -582,9 +583,7 @@ def test_a_table_is_brought_from_the_host_once() -> None:
     in_a_capture(times=2)[0].zero_()  # the forward's own
     assert in_a_capture(times=2)[0].tolist() == [0, 1, 2, 3]
     for options in ({"scale": 2.0}, {"times": 3}):
-        with pytest.raises(
-            RuntimeError, match=r"brings other numbers from the host at each call \(.*test_graphs.py:\d+\)"
-        ):
+        with pytest.raises(RuntimeError, match=r"brings other numbers from the host at each call \(.*\.py:\d+\)"):
             in_a_capture(**{"times": 2, **options})
     with found.watching():
         forward(scale=3.0, times=2)
