@@ -208,7 +208,10 @@ def _autocast(script: _Script, parameters: Mapping[str, str]) -> None:
     backward = next((i for i, s in enumerate(body) if i >= start and _contains(s, "backward")), None)
     if backward is None or backward == start:
         raise _NotFound("no statement between the model's call and backward() that autocast could be around")
-    last = body[backward - 1]
+    # Up to where the loss is computed: what stands between that and backward() needs no autocast.
+    losses = _names(body[backward])
+    ends = [s for s in body[start:backward] if isinstance(s, ast.Assign) and losses & _names(s.targets[0])]
+    last = ends[-1] if ends else body[backward - 1]
     head = " " * forward.col_offset + 'with torch.autocast("cuda", dtype=torch.bfloat16):'
     script.indented.append((forward.lineno, last.end_lineno or last.lineno, head))
 
@@ -269,6 +272,10 @@ SNIPPETS: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
 
 def _last_name(node: ast.expr) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
 
 
 def _of_torch(node: ast.expr) -> bool:

@@ -84,6 +84,15 @@ def test_each_change_is_what_a_person_would_write(script, transform, parameters,
     assert script.read_text() == SCRIPT
 
 
+def test_autocast_ends_where_the_loss_is_computed(script):
+    script.write_text(
+        SCRIPT.replace("            loss.backward()", "            print(outputs)\n            loss.backward()")
+    )
+    after = as_source.write(plan("amp_bf16"), script).after
+    assert "                loss = nn.functional" in after
+    assert "\n            print(outputs)" in after
+
+
 def test_all_of_them_together_parse_and_git_applies_the_diff(script):
     found = as_source.write(plan(*as_source.WRITERS, "cuda_graphs", workers="2"), script)
     assert set(found.done) == set(as_source.WRITERS)
