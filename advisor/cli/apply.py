@@ -45,7 +45,7 @@ from advisor.cli.progress import Progress
     "--plan",
     type=click.Path(path_type=Path),
     metavar="PLAN",
-    help="Do not search: prove again, here and now, what this plan keeps (a file, a run's folder, or `last`).",
+    help="Do not search: prove this plan again, here and now (a file, a run's folder, or `last`).",
 )
 @click.option(
     "--diff", is_flag=True, help="At the end, print what is kept as a diff of the script; see `advisor plan show`."
@@ -98,21 +98,23 @@ def apply(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Try each change in the running loop of SCRIPT, keep what is right and faster, and write plan.yaml, here and in the run's folder.
+    """Try each change in the running training of SCRIPT. Keep what is right and faster. Write plan.yaml.
 
-    A change is kept only if it took effect, left the training right, and is faster beyond noise. The search only
-    measures: it ends when it is done and leaves your files as they were, those of its Python subprocesses and those that its
-    shell commands name included. It cannot put back what native libraries write (ITK, Arrow), what programs write under
-    names that their command line does not have, and what it sends elsewhere (uploads, databases). With --auto and no SCRIPT, the last profiled run in this directory says what to run. Without
-    --auto you are asked before each change: yes, no, all that follow, or quit.
+    A change is kept only if it took effect, left the training right, and is faster beyond noise. The plan is written here and
+    into the run's folder. With --auto and no SCRIPT, the script that was profiled last is searched. Without --auto you are asked
+    before each change: yes, no, all that follow, or quit.
 
-    With --plan nothing is profiled or searched. What the plan keeps runs against the plain script in four fresh processes or more, a minute
-    where a search takes ten: after another torch or driver, on another machine, or in all processes of a
-    training that was searched in one. What no longer holds is dropped.
+    The search throws its training away and leaves your files as they were. That includes files of Python subprocesses, and
+    files that shell commands name. It cannot put back what native libraries write (ITK, Arrow), what programs write under names
+    that are not on their command line, and what the script sends elsewhere (uploads, databases).
 
-    With --gpus a SCRIPT written for one GPU is started as N ranks, unedited, each with its part of each batch. First it is
-    proved that they train as one process does; then one process is searched on what one rank is given, and what it keeps
-    is proved in all of them. `advisor run --gpus N` trains with that plan.
+    With --plan nothing is searched. The plan runs against the plain script in at least four fresh processes: about a minute.
+    Use it after another torch or driver, on another machine, or for a training in several processes. What no longer holds is
+    removed from the plan.
+
+    With --gpus a SCRIPT written for one GPU is started as N ranks, unedited. Each rank takes its part of each batch. First
+    advisor proves that N ranks train as one process does. Then it searches one process, and proves the result in all of them.
+    `advisor run --gpus N` trains with that plan.
 
     \b
     Examples:

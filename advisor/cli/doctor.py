@@ -27,7 +27,7 @@ from advisor.core.storage import to_plain
 def doctor(*, measure: bool, recover: str | None, form: str) -> None:
     """Say what can be measured on this machine, what cannot and why, and how to get the rest.
 
-    It also tells how well predicted gains have held in the trials made here; ADVISOR_LEDGER names another file for these.
+    It also says how well predictions have held in the trials made here. ADVISOR_LEDGER names another file for them.
 
     \b
     Example:

@@ -35,3 +35,20 @@ def wrapped(text: str, width: int) -> str:
             break_on_hyphens=False,
         ) or [""]
     return "\n".join(lines)
+
+
+_STYLES = (
+    (re.compile(r"^#+ (.*)$", re.MULTILINE), "\x1b[1m\\1\x1b[0m"),
+    (re.compile(r"\*\*(.+?)\*\*", re.DOTALL), "\x1b[1m\\1\x1b[0m"),
+    (re.compile(r"`([^`]+)`"), "\x1b[36m\\1\x1b[0m"),
+    (re.compile(r"^( *)- ", re.MULTILINE), r"\1• "),
+)
+
+
+def rendered(text: str, *, color: bool) -> str:
+    """Wrapped Markdown as a terminal shows it: bold and coloured in place of marks; as it is where colours are off."""
+    if not color:
+        return text
+    for pattern, style in _STYLES:
+        text = pattern.sub(style, text)
+    return text

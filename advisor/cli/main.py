@@ -25,15 +25,15 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
     "try": ("try_command", "try_", "Try one change or one patch, and say whether it is right and faster."),
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
-    "run": ("run", "run", "Train with a proved plan, no search."),
-    "report": ("report", "report", "Show a recorded run again: text, HTML, JSON or Markdown."),
-    "memory": ("memory", "memory", "Show what holds the memory of a step, and what other ways would hold."),
-    "scale": ("scale", "scale", "Foretell a step of several GPUs from a recorded run of one."),
+    "run": ("run", "run", "Train with a proved plan. Nothing is searched."),
+    "report": ("report", "report", "Show a recorded run again: text, HTML, JSON, Markdown, Perfetto, SARIF."),
+    "memory": ("memory", "memory", "Show what holds the memory of a step, and what would hold less."),
+    "scale": ("scale", "scale", "Predict a step on several GPUs from a recorded run on one."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
     "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
     "repro": ("repro", "repro", "Print a script that repeats one operator of a run, without the model."),
     "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or clear them away."),
-    "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list what they may ask."),
+    "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list their metrics."),
     "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),
     "bench": ("bench", "bench", "Measure the bundled kernels, or whole models, on this machine."),
     "doctor": ("doctor", "doctor", "Say what can be measured here, and how to get the rest."),
@@ -185,7 +185,7 @@ def cli() -> None:
     advisor apply --auto train.py --lr 0.1  do it: try changes, keep what helps
     advisor run train.py --lr 0.1           use it: train with the proved plan
 
-    The script is not edited. What it prints on stdout stays its own; advisor speaks on stderr.
+    The script is not edited. Its stdout stays its own: advisor writes to stderr.
     Set ADVISOR_DISABLE=1 to switch advisor off altogether.
     """
 

@@ -22,10 +22,14 @@ from advisor.cli.progress import Progress
 
 @click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
 @click.option(
-    "--memory", type=Bytes(), metavar="SIZE", default="0", help="What there is, as 24GiB; the device's where left out."
+    "--memory",
+    type=Bytes(),
+    metavar="SIZE",
+    default="0",
+    help="Memory to fit into, such as 24GiB. Without it, the device's.",
 )
 @click.option(
-    "--gpus", type=click.IntRange(1, 1024), metavar="N", default=1, help="Show what N of them would share, too."
+    "--gpus", type=click.IntRange(1, 1024), metavar="N", default=1, help="Also show the share of each of N GPUs."
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @format_option("text", "json")
@@ -43,10 +47,10 @@ def memory(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Show what holds the memory of a step of SCRIPT, with the lines that made it, and what other ways would hold.
+    """Show what holds the memory of a step of SCRIPT, with the lines that made it, and what would hold less.
 
-    One step is watched; the script is stopped behind it, and its files are put back. `advisor apply --goal memory`
-    makes it smaller, and proves that.
+    advisor watches one step, stops the script, and puts its files back. `advisor apply --goal memory` makes the step smaller,
+    and proves it.
 
     \b
     Examples:

@@ -88,13 +88,12 @@ def profile(
 ) -> int:
     """Run a training SCRIPT and see where a step's time goes.
 
-    The script runs unchanged, with its own interpreter, arguments and stdout. Steps are found by themselves
-    (`Optimizer.step`, or `advisor.step()` in the script). Once measured, the script is stopped cleanly. The exit code
-    is the script's own, or 1 for --fail-on where the script ended well: the last line says which.
+    The script runs unchanged, with its own interpreter, arguments and stdout. advisor finds the steps by itself, at
+    `Optimizer.step`, or at `advisor.step()` in the script. Once measured, the script is stopped. The exit code is the script's
+    own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
 
-    What the script writes until then is taken away again and your files are put back as they were, on Ctrl-C and after a
-    crash too; experiment trackers stay offline. What cannot be put back: `advisor apply --help`. With --keep-running the run
-    is yours, and nothing is put back.
+    What the script wrote is taken away, and your files are put back, on Ctrl-C and after a crash too. Experiment trackers stay
+    offline. `advisor apply --help` says what cannot be put back. With --keep-running the run is yours: nothing is put back.
 
     \b
     Examples:

@@ -39,7 +39,7 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
       advisor report last --format perfetto > trace.json
       advisor report last --format sarif > advisor.sarif
 
-    `perfetto` is the traced steps, for ui.perfetto.dev or chrome://tracing, with the findings as annotations. `sarif` is the
+    `perfetto` writes the traced steps for ui.perfetto.dev and chrome://tracing, with findings as annotations. `sarif` writes the
     findings that name a line of your source, for code scanning.
     """
     from advisor import runs

@@ -113,7 +113,8 @@ def show(identifier: str, *, rules_dirs: tuple[Path, ...], form: str) -> int:
     if form == "json":
         _say(output.document("rule", {**_facts(rule), "text": rule_text(rule)}))
         return ExitCode.OK
-    _say(layout.wrapped(rule_text(rule), output.width()) + f"\n\nFile: {rule.path}")
+    text = layout.wrapped(rule_text(rule), output.width())
+    _say(layout.rendered(text, color=output.color(sys.stdout)) + f"\n\nFile: {rule.path}")
     return ExitCode.OK
 
 

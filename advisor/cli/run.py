@@ -42,14 +42,14 @@ def run(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Train with a proved plan, to the end, no search. The exit code is the script's own.
+    """Train with a proved plan, to the end. Nothing is searched. The exit code is the script's own.
 
-    A plan item that no longer fits the script, the model or the machine is named and left out, unless --strict. With
-    no SCRIPT, the script and arguments that the plan was proved on are run.
+    A change that no longer fits the script, the model or the machine is named and left out, unless --strict. Without SCRIPT,
+    the plan's own script and arguments are run.
 
-    With --gpus a SCRIPT written for one GPU trains on N, unedited: each rank takes its part of each batch, so batches,
-    their order and the training are those of one process. That is proved by short runs first, unless a plan says that
-    it was; what cannot be divided is refused with its line.
+    With --gpus a SCRIPT written for one GPU trains on N, unedited. Each rank takes its part of each batch, so batches, their
+    order and the training stay those of one process. Short runs prove that first, unless the plan says that it was proved. What
+    cannot be divided is refused, with its line.
 
     \b
     Examples:

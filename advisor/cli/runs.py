@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @format_option("text", "json")
 @click.pass_context
 def runs(context: click.Context, *, form: str) -> None:
-    """List the runs in advisor-runs/ here, or clear them away: script, when, what each holds, size, what came of it.
+    """List the runs in advisor-runs/ here, or clear them away. The list has script, time, contents, size and result.
 
     \b
     Examples:
@@ -50,10 +50,10 @@ def runs(context: click.Context, *, form: str) -> None:
 @click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def clean(*, older_than: float | None, keep: int | None, dry_run: bool, yes: bool) -> int:
-    """Remove runs: those older than AGE, all but the newest N, or, with both, what is both. You are asked first.
+    """Remove runs older than AGE, or all but the newest N. With both options a run must be both. You are asked first.
 
-    What is needed stays: a run that a process uses, the plan that `last` names for each script, a run that a file in this
-    directory names, and one that still holds files of yours after a search was killed. Exits with 0 also where you say no.
+    A run stays if it is needed: a process uses it, `last` names its plan, a file in this directory names it, or it still holds
+    files of yours after a search was killed. The exit code is 0 also if you say no.
 
     \b
     Examples:

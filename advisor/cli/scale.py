@@ -13,26 +13,26 @@ from advisor.cli.parameters import format_option
 
 @click.command(cls=Command)
 @click.option(
-    "--gpus", "ranks", multiple=True, type=click.IntRange(1, 100_000), metavar="N", help="Foretell N (repeatable)."
+    "--gpus", "ranks", multiple=True, type=click.IntRange(1, 100_000), metavar="N", help="Number of GPUs (repeatable)."
 )
 @click.option(
     "--link",
     default="measured",
     metavar="NAME",
     show_default=True,
-    help="Inside a host: `measured` here over two ranks in some seconds, nvlink, pcie, or LATENCY_US,GB_PER_S.",
+    help="Link inside a host: `measured` (two ranks, some seconds), nvlink, pcie, or LATENCY_US,GB_PER_S.",
 )
 @click.option(
     "--between",
     default="ib400",
     show_default=True,
     metavar="NAME",
-    help="Between hosts: ib400, or LATENCY_US,GB_PER_S.",
+    help="Link between hosts: ib400, or LATENCY_US,GB_PER_S.",
 )
 @click.option("--host", default=8, show_default=True, type=click.IntRange(1, 64), metavar="N", help="GPUs of one host.")
-@click.option("--epochs", type=float, metavar="E", help="Foretell the GPU-hours of so many epochs, of --samples each.")
+@click.option("--epochs", type=float, metavar="E", help="Also predict the GPU-hours of E epochs of --samples.")
 @click.option("--samples", type=float, metavar="N", help="Samples of an epoch.")
-@click.option("--local-norms", is_flag=True, help="Batch norms take each rank's own statistics.")
+@click.option("--local-norms", is_flag=True, help="Batch norms use each rank's own statistics.")
 @format_option("text", "json")
 @click.argument("run", default="last")
 def scale(
@@ -47,7 +47,7 @@ def scale(
     local_norms: bool,
     form: str,
 ) -> int:
-    """Foretell a step of N GPUs from the profile of one: RUN, a folder or `last`. Each GPU has the batch that was profiled.
+    """Predict a step on N GPUs from RUN, the profile of one GPU. RUN is a folder, or `last`. Each GPU has the profiled batch.
 
     \b
     Examples:

@@ -1,0 +1,16 @@
+"""Markdown in a terminal."""
+
+from advisor.cli.layout import rendered
+
+TEXT = "### launch-bound\n\n**The GPU waits** for `cudaLaunchKernel`.\n- one\n  - two"
+
+
+def test_marks_become_styles_where_colours_are_on():
+    shown = rendered(TEXT, color=True)
+    assert "\x1b[1mlaunch-bound\x1b[0m" in shown
+    assert "\x1b[1mThe GPU waits\x1b[0m for \x1b[36mcudaLaunchKernel\x1b[0m." in shown
+    assert shown.endswith("• one\n  • two")
+
+
+def test_pipes_get_the_text_as_it_is():
+    assert rendered(TEXT, color=False) == TEXT
