@@ -28,7 +28,7 @@ def test_all_are_proved_at_once_and_what_gains_nothing_is_dropped(script):  # no
     assert code == 0
     assert {session.mode for session in script.launches} == {"measure"}
     assert {item.transform for item in plan.items if item.status == "kept"} == {"cupy_graphs", "cupy_kernels_once"}
-    assert verdicts["cupy_single"].reason == "the whole stack is as fast without it"
+    assert verdicts["cupy_single"].reason == "the plan is as fast without it"
     assert "2.6" in plan.speedup
 
 
