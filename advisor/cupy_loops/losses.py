@@ -15,7 +15,7 @@ from advisor.profiling.patches import Patches
 
 REDUCTIONS = ("sum", "mean", "average", "nansum", "dot", "vdot", "inner", "linalg.norm")
 MOST = 2000  # numbers kept of a line
-WAITING = 64  # numbers that may wait for the end of their step before steps are known
+WAITING = 4096  # numbers that may wait for the end of their step
 
 
 class Losses:
@@ -35,7 +35,8 @@ class Losses:
         """Keep copies of what has waited: the script may change its arrays in place, and within a step only."""
         waiting, self._waiting = self._waiting, []
         for line, value in waiting:
-            self._kept.setdefault(line, []).append(value.copy())
+            # Past the wrapped method: this copy is none of the loop's calls.
+            self._kept.setdefault(line, []).append(super(self._array, value).copy())
 
     def values(self, steps: int, seen: int) -> tuple[float, ...]:
         """Those of the first `steps` of the `seen` steps that the loop has made; waits for the device."""

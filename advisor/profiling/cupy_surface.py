@@ -15,6 +15,8 @@ import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy
+
 from advisor.profiling.cupy_names import MADE
 from advisor.profiling.patches import Patches
 
@@ -35,7 +37,8 @@ METHODS = _names(
     __format__ __divmod__ __reduce__ __dlpack__ toDlpack all any argmax argmin argsort astype choose clip
     compress conj copy cumprod cumsum diagonal dot fill flatten get item max mean min nonzero prod ptp put ravel
     repeat reshape round scatter_add scatter_max scatter_min searchsorted set sort squeeze std sum swapaxes take
-    tobytes tolist trace transpose var view"""
+    tobytes tolist trace transpose var view reduced_view argpartition partition byteswap conjugate tofile dump dumps
+    __array_ufunc__ __array_function__"""
 )
 # Calls that bring values to the host, which waits for the device.
 LOOKS = _names(
@@ -50,10 +53,14 @@ _IDLE = _names(
     clear_memo fuse show_runtime disable_experimental_feature_warning einsum_path mintypecode obj2sctype
     sctype2char finfo may_share_memory shares_memory isfortran"""
 )
+_OF_NUMPY = ("__array_ufunc__", "__array_function__")
 # Attributes that make another array of the same memory.
-PROPERTIES = ("T", "mT")
+PROPERTIES = ("T", "mT", "real", "imag")
 SEES = "_advisor_sees"  # an attribute of the classes that stand around CuPy's kernel classes
 _KERNELS = ("ElementwiseKernel", "ReductionKernel", "RawKernel")
+# Of what is no function by its type, and of what is used in other ways, the method.
+_CALLABLES = ("cython_function_or_method", "_GUFunc")
+_BY_METHOD = {"r_": "__getitem__", "c_": "__getitem__", "vectorize": "__call__"}
 _OF_UFUNCS = ("at", "reduce", "accumulate", "outer", "reduceat")
 _MODULES = ("linalg", "fft", "random", "lib.stride_tricks")
 EXTRA = (
@@ -64,6 +71,11 @@ EXTRA = (
     "cupyx.scipy.fft",
     "cupyx.scipy.linalg",
 )
+
+
+def attribute(read: Callable[..., Any], plain: Any) -> property:
+    """A property that reads by `read`, and is set as `plain` is."""
+    return property(read, plain.__set__ if hasattr(plain, "__set__") else None)
 
 
 class Called:
@@ -83,6 +95,22 @@ class Called:
 
     def __repr__(self) -> str:
         return repr(self._plain)
+
+
+class Kernel(Called):
+    """A kernel that a function of CuPy's has made: its calls are told with itself as the first argument."""
+
+    def __init__(self, plain: Any, name: str, wrap: Callable[[str, Any], Callable[..., Any]]) -> None:
+        super().__init__(plain, name, lambda told, made: wrap(told, lambda kernel, *args, **kw: kernel(*args, **kw)))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._plain, *args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self._plain, name, value)
 
 
 class Surface:
@@ -110,12 +138,16 @@ class Surface:
         array = self.module.ndarray
         for name in METHODS:
             plain = getattr(array, name, None)
+            if name in _OF_NUMPY and plain is getattr(numpy.ndarray, name):
+                continue  # arrays that are NumPy's
             if plain is not None and plain is not getattr(object, name, None) and (wanted is None or name in wanted):
                 self.patches.replace(array, name, self.wrap(name, plain))
         for name in PROPERTIES:
             plain = getattr(array, name, None)
             if plain is not None and (wanted is None or name in wanted):
-                self.patches.replace(array, name, property(self.wrap(name, plain.__get__)))
+                self.patches.replace(array, name, attribute(self.wrap(name, plain.__get__), plain))
+        if wanted is None:
+            self._patch_makers()
         self._patch_functions(self.module, "", wanted)
         for name in _MODULES:
             part: Any = self.module
@@ -131,13 +163,47 @@ class Surface:
             if isinstance(kind, type) and (wanted is None or name in wanted):
                 self.patches.replace(self.module, name, self._kernel(name, kind))
 
+    def _patch_makers(self) -> None:
+        """What makes kernels or takes arrays by other ways than a call of a function."""
+        for name, method in _BY_METHOD.items():
+            found = getattr(self.module, name, None)
+            owner = found if isinstance(found, type) else type(found)
+            plain = getattr(owner, method, None)
+            if found is not None and plain is not None:
+                self.patches.replace(owner, method, self.wrap(name, plain))
+        fuse = getattr(self.module, "fuse", None)
+        if fuse is not None:
+            self.patches.replace(self.module, "fuse", self._fusing(fuse))
+        raw = getattr(self.module, "RawModule", None)
+        if isinstance(raw, type):
+            wrap = self.wrap
+
+            def get_function(module: Any, name: str) -> Kernel:
+                return Kernel(raw.get_function(module, name), f"RawKernel:{name}", wrap)
+
+            told = {"get_function": get_function, "__module__": raw.__module__, "__doc__": raw.__doc__}
+            self.patches.replace(self.module, "RawModule", type("RawModule", (raw,), told))
+
+    def _fusing(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """`cupy.fuse`, as a decorator with arguments or without, gives kernels whose calls are told."""
+        wrap = self.wrap
+
+        @functools.wraps(plain)
+        def fuse(*args: Any, **kwargs: Any) -> Any:
+            found = plain(*args, **kwargs)
+            if not (args and callable(args[0])):  # a decorator still to be given its function
+                return lambda function: Kernel(found(function), f"fuse:{getattr(function, '__name__', '')}", wrap)
+            return Kernel(found, f"fuse:{getattr(args[0], '__name__', '')}", wrap)
+
+        return fuse
+
     def _patch_functions(self, owner: Any, prefix: str, wanted: frozenset[str] | None) -> None:
         ufunc = getattr(self.module, "ufunc", ())
         for name, plain in list(vars(owner).items()):
             if name.startswith("_") or name in _IDLE or isinstance(plain, (type, types.ModuleType)):
                 continue
             is_function = isinstance(plain, (types.FunctionType, types.BuiltinFunctionType, types.MethodType, Called))
-            if not (is_function or isinstance(plain, ufunc) or type(plain).__name__ == "cython_function_or_method"):
+            if not (is_function or isinstance(plain, ufunc) or type(plain).__name__ in _CALLABLES):
                 continue
             if wanted is None or prefix + name in wanted:
                 self.patches.replace(owner, name, Called(plain, prefix + name, self.wrap))

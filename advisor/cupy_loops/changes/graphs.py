@@ -8,7 +8,7 @@ from typing import Any
 from advisor.cupy_loops.changes.base import Change
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.replay.recorder import Recorder
-from advisor.profiling.cupy_surface import Surface
+from advisor.profiling.cupy_surface import Surface, attribute
 from advisor.profiling.patches import Patches
 
 # Attributes by which others reach an array's memory.
@@ -37,7 +37,7 @@ class Graphs(Change):
         for name in MEMORY:
             plain = getattr(module.ndarray, name, None)
             if plain is not None and hasattr(plain, "__get__"):
-                patches.replace(module.ndarray, name, property(_looked_at(recorder, plain)))
+                patches.replace(module.ndarray, name, attribute(_looked_at(recorder, plain), plain))
 
     def effect(self) -> str:
         found = self.recorder

@@ -32,6 +32,7 @@ class Arena:
                 for place, value in zip(entry.gives, entry.samples, strict=True):
                     if self.at[place] is None:
                         self.at[place] = value.copy() if entry.how == "made" else value
+        self.owned: frozenset[int] = frozenset()  # by `id`, the arrays that the graphs make
         self._own: list[int] = []
         self._holders: list[int] = []
 
@@ -45,6 +46,7 @@ class Arena:
             if place not in self.program.kept and place not in self.program.given
         ]
         self._holders = [sys.getrefcount(self.at[place]) for place in self._own]
+        self.owned = frozenset(id(self.at[place]) for place in self._own)
 
     def held(self) -> list[int]:
         """Places whose arrays somebody else holds."""

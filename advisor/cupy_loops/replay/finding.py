@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 from advisor.cupy_loops.period import Anchor, find_anchor
@@ -44,6 +45,10 @@ class Finder:
         """The two recorded steps; they are forgotten here."""
         steps, self._steps = self._steps, []
         return steps
+
+    def at_anchor(self, name: str, frame: FrameType) -> bool:
+        """Whether a call of this name that `frame` makes is the one that steps begin with."""
+        return self.anchor is not None and (name, self._lines.users(frame)) == self.anchor.key
 
     def see(
         self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]

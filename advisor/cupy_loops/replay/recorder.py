@@ -7,7 +7,9 @@ as it was written. A loop in which that happens too often is left alone from the
 
 from __future__ import annotations
 
+import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +28,8 @@ ATTEMPTS = 8  # programs made, before the loop is left alone
 STEADY = 200  # replayed steps behind which earlier attempts are forgotten
 LEARN_AGAIN = 2  # broken steps in a row
 JUDGED, LEAST_REPLAYED = 60, 0.7  # steps, and the share of them that must have been replayed to the end
+OTHERS_WAIT_S = 1.0  # for another thread that reads arrays of a step; a step is rarely as long
+UNSEEN = ("cupyx.", "cuml", "cudf", "cuquantum", "numba.cuda")
 FIND, REPLAY, OFF = "find", "replay", "off"
 
 
@@ -51,6 +55,7 @@ class Recorder:
         # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
         self.expected: Entry | None = None
         self._make_backend = backend
+        self._beside = loaded_beside()
         self._thread = threading.get_ident()
         self._varying: set[tuple[int, int]] = set()
         self._arenas: list[Arena] = []
@@ -70,6 +75,8 @@ class Recorder:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if self.inside or not patches.active or get_ident() != thread:
+                if self._cursor > self._launched and get_ident() != thread:
+                    self._wait()
                 return plain(*args, **kwargs)
             entry = self.expected
             if entry is not None and entry.name == name and entry.quick and not kwargs and len(args) == entry.size:
@@ -114,6 +121,12 @@ class Recorder:
             return self._replay(name, plain, args, kwargs)
         return plain(*args, **kwargs)
 
+    def _wait(self) -> None:
+        """Another thread is about to read what may still be to be filled: it waits for the end of the step."""
+        until = time.monotonic() + OTHERS_WAIT_S
+        while self._cursor > self._launched and time.monotonic() < until:
+            time.sleep(0)
+
     def look(self) -> None:
         """Somebody is about to look at memory past the calls: all that was answered is made."""
         if self.phase == REPLAY and self._cursor > self._launched:
@@ -132,6 +145,9 @@ class Recorder:
     def _build(self) -> None:
         self.programs += 1
         steps = self.finder.take()
+        if unseen := sorted(loaded_beside() - self._beside):
+            self.leave(f"the script uses {unseen[0]}, whose calls are not seen")
+            return
         try:
             self.backend = self.backend or self._make_backend()
             program = understand(steps[0], steps[1], self.array, self._varying)
@@ -198,7 +214,7 @@ class Recorder:
 
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
-        if entry.name != name:
+        if entry.name != name or not self.finder.at_anchor(name, sys._getframe(4)):
             return False
         self._at = []
         arena = self._arenas[self._turn]
@@ -256,6 +272,8 @@ class Recorder:
             return False
         if value.shape != like.shape or value.dtype != like.dtype:
             return False
+        if value.base is not None and id(value.base) in self._arenas[self._turn].owned:
+            return False  # a view that no call made, of what is still to be filled
         self._at[place] = self._bound[place] = self._outside[place] = value
         return True
 
@@ -372,3 +390,8 @@ class Recorder:
             if self.replayed < LEAST_REPLAYED * self._judged:
                 self.leave(f"too few of its steps are alike: {self.why}")
             self._judged = self.replayed = self.broken = 0
+
+
+def loaded_beside() -> set[str]:
+    """Modules beside CuPy's own that compute on its arrays: whose functions the script has taken from them, nobody sees called."""
+    return {name for name in sys.modules if name.startswith(UNSEEN)}

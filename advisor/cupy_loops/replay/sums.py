@@ -1,5 +1,6 @@
 """Sums over leading axes in two steps. CuPy's own reduction keeps one block busy for each few results: a (6272, 128) array's sum over its rows
-takes 80 µs of an H200, at 80 GB/s. The order of the additions is another one.
+takes 67 µs of an H200, a (25088, 64) one's 257, its variance 542. Over (0, 2, 3) of images only the variance is slow: 492 µs of (128, 64, 14, 14).
+The order of the additions is another one.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from typing import Any
 
 ENOUGH = 1 << 14  # partial sums that keep a GPU busy
 LEAST = 8  # numbers in each
+SMALL = 1 << 17  # numbers of which the plain kernel makes short work
 
 
 class Sums:
@@ -24,7 +26,7 @@ class Sums:
     def sum(self, x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:
         """As `ndarray.sum`."""
         axes = self._axes(x, axis, dtype, out)
-        if axes is None:
+        if axes is None or len(axes) > 1:
             return self._sum(x, axis, dtype, out, keepdims)
         found = self._reduced(x, axes)
         return self._shaped(found, x, axes) if keepdims else found
@@ -32,7 +34,7 @@ class Sums:
     def mean(self, x: Any, axis: Any = None, dtype: Any = None, out: Any = None, keepdims: bool = False) -> Any:
         """As `ndarray.mean`."""
         axes = self._axes(x, axis, dtype, out)
-        if axes is None:
+        if axes is None or len(axes) > 1:
             return self._mean(x, axis, dtype, out, keepdims)
         found = self._reduced(x, axes) / _count(x, axes)
         return self._shaped(found, x, axes) if keepdims else found
@@ -58,7 +60,7 @@ class Sums:
             or axis is None
         ):
             return None
-        if not x.flags.c_contiguous or x.ndim < 2 or not x.size:
+        if not x.flags.c_contiguous or x.ndim < 2 or x.size < SMALL:
             return None
         axes = tuple(sorted(a % x.ndim for a in (axis if isinstance(axis, (tuple, list)) else (axis,))))
         return axes if axes[0] == 0 and len(axes) < x.ndim else None
@@ -87,10 +89,4 @@ def _count(x: Any, axes: tuple[int, ...]) -> int:
 
 def _parts(rows: int, results: int) -> int:
     """Into how many parts the rows go: a divisor, so that each is as long."""
-    best = 1
-    for parts in range(2, rows // LEAST + 1):
-        if rows % parts == 0:
-            best = parts
-            if parts * results >= ENOUGH:
-                break
-    return best
+    return next((p for p in range(max(2, -(-ENOUGH // results)), rows // LEAST + 1) if rows % p == 0), 1)

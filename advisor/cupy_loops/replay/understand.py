@@ -98,6 +98,8 @@ class _Reader:
         self._note_writes(new)
         if entry.how == "made" and new.name in SOURCES and not arrays and not nested and self._is_constant(old, new):
             entry.how = "constant"
+        elif entry.how == "made" and not arrays and not nested:
+            entry.constants = ()  # whatever it is given
         elif entry.how == "made" and new.name in SOURCES and arrays:
             entry.how = "run"  # a device array again
         self._give(number, entry, new)
@@ -125,6 +127,8 @@ class _Reader:
         known = self.now.get(id(b), self.fixed.get(id(b)))
         if known is not None:
             return known
+        if b.base is not None and id(b.base) in self.now:
+            raise NotAStep("a view of a step's array comes from where no call was seen")
         place = self.fixed[id(b)] = self.place()
         if a is b:
             self.out.kept[place] = b

@@ -90,3 +90,30 @@ def test_an_arm_has_times_and_losses(tmp_path: Path, kept: tuple[str, ...]) -> N
     assert found.applied == tuple(name for name in kept if name == "cupy_single")
     assert found.left_out == ({"cupy_tf32": "this CuPy has no set_compute_type"} if kept else {})
     assert cp.zeros(1).dtype == np.float64
+
+
+def test_losses_are_copied_past_the_recorded_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from advisor.cupy_loops.changes import graphs
+    from advisor.cupy_loops.replay.arena import Plain
+
+    plain = graphs.Graphs.__init__
+    monkeypatch.setattr(graphs.Graphs, "__init__", lambda self: plain(self, Plain))
+    found: list[tuple[float, ...]] = []
+    for kept in ((), ("cupy_graphs",)):
+        cp = stub_cupy.module()
+        items = tuple(PlanItem(transform=name, status="kept") for name in kept)
+        session = Session(
+            mode="measure", run_dir=str(tmp_path), script="train.py", warmup=8, steps=40, kept=items, seed=3
+        )
+        attach.attach(session, cp)
+        standing = attach.Attached.driver.standing
+        try:
+            with pytest.raises(stop.StopTraining):
+                train(cp, 600)
+            replayed = [change.recorder.replayed for change, _ in standing.on]
+        finally:
+            stop.forget()
+            attach.let_go()
+        found.append(storage.load(tmp_path / MEASURE_FILE, Measurement).losses)
+    assert replayed[0] > 20
+    assert found[0] == found[1]

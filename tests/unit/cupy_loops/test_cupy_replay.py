@@ -143,3 +143,24 @@ def test_an_augmented_assignment_under_a_mask_needs_no_host() -> None:
     assert recorder.program is not None
     hows = {(entry.name, entry.how) for entry in recorder.program.entries if "item__" in entry.name}
     assert hows == {("__getitem__", "placeholder"), ("__setitem__", "run")}
+
+
+def unseen_view(cp: Any, steps: int) -> list[Any]:
+    """A view that is made past every wrapped call."""
+    rng, told = np.random.default_rng(6), []
+    w = cp.array(rng.normal(size=(4, 3)))
+    for _ in range(steps):
+        x = cp.array(rng.normal(size=(8, 4)))
+        y = x.dot(w)
+        flat = np.ndarray.ravel(y)  # as Cython code would
+        w += 0.01 * x.T.dot(y) * flat.sum()
+        told.append(float(w.sum()))
+    return [told, w]
+
+
+def test_a_view_that_no_call_made_is_not_trusted() -> None:
+    plain = numbers(unseen_view(stub_cupy.module(), 60))
+    found, recorder = replayed(unseen_view, 60)
+    for a, b in zip(plain, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert recorder.phase == OFF or not recorder.replayed
