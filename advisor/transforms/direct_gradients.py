@@ -121,15 +121,11 @@ class ParameterGradients:
             lying = [count - more[storage] for count, storage in zip(lying, self._storages, strict=True)]
         self._fewest = list(map(min, lying, self._fewest))
         shared = list(map(operator.gt, lying, self._fewest))
-        for i, grad in over:
-            if not shared[i]:
-                grad.data = grad.clone()
+        _move([grad for i, grad in over if not shared[i]])
         if not any(kept) and not any(shared):
             return {}
         moving = [i for i, (moves, stays) in enumerate(zip(kept, shared, strict=True)) if moves and not stays]
-        for i in moving:
-            static = self._pairs[i][1]
-            static.data = static.clone()
+        _move([self._pairs[i][1] for i in moving])
         self._renew(moving)
         return {i: g.clone() for i, (_, g), stays in zip(self._places, self._pairs, shared, strict=True) if stays}
 
@@ -169,6 +165,16 @@ class ParameterGradients:
         if present:
             with torch.no_grad():
                 torch._foreach_add_(present, added)
+
+
+def _move(tensors: list[torch.Tensor]) -> None:
+    """Give these tensors memory of their own, with what they hold: a script that zeroes its gradients in place has all of them moved in
+    each step, and a copy for each would be as many launches."""
+    if tensors:
+        own = [torch.empty_like(tensor) for tensor in tensors]
+        torch._foreach_copy_(own, tensors)
+        for tensor, memory in zip(tensors, own, strict=True):
+            tensor.data = memory
 
 
 def _accumulator_is_held(parameter: torch.Tensor) -> bool:

@@ -139,6 +139,11 @@ class GraphedForward:
         if len(slots) >= MOST_IN_FLIGHT or (key, "more") in self.failed:
             self.eager[f"{len(slots)} earlier forwards wait for their backward"] += 1
             return None
+        if not slots[0].fits_once_more():
+            self.eager[
+                f"{len(slots)} earlier forwards wait for their backward, and no memory is left for one graph more"
+            ] += 1
+            return None
         captured = self._capture((key, "more"), module, arguments, self._host.get(key))
         if captured is not None:
             slots.append(captured)

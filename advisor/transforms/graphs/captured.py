@@ -136,6 +136,12 @@ class Captured:
             own = direct_gradients.own_memory(arrived, self.parameters, others)
         return [*(g for g, a in zip(self.input_grads, self.inputs, strict=True) if a.requires_grad), *own]
 
+    def fits_once_more(self) -> bool:
+        """Whether the device has memory for another graph like this one, and as much again."""
+        device = self.inputs[0].device
+        kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + kept > 2 * self.hidden_bytes  # type: ignore[no-any-return]
+
     def busy(self) -> bool:
         """True while an earlier forward waits for its backward: its activations must not be overwritten."""
         token = self.in_flight() if self.in_flight is not None else None

@@ -238,6 +238,14 @@ def test_the_calls_that_wait_have_an_end(graphs: list[Graph], monkeypatch: pytes
     assert "2 earlier forwards wait for their backward" in layers.of(found.graphed, False).failures
 
 
+def test_no_graph_is_made_where_no_memory_is_left_for_it(graphs: list[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 1 << 40))
+    found = Twins(Net, two_views).run(8)
+    assert len(graphs) == 2
+    (why,) = [reason for reason in layers.of(found.graphed, False).failures if "no memory" in reason]
+    assert why == "1 earlier forwards wait for their backward, and no memory is left for one graph more"
+
+
 class Critic(Net):
     pass
 
