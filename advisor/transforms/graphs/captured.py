@@ -140,7 +140,7 @@ class Captured:
         """Whether the device has memory for another graph like this one, and as much again."""
         device = self.inputs[0].device
         kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + kept > 2 * self.hidden_bytes  # type: ignore[no-any-return]
+        return torch.cuda.mem_get_info(device)[0] + kept > 2 * self.hidden_bytes
 
     def busy(self) -> bool:
         """True while an earlier forward waits for its backward: its activations must not be overwritten."""
