@@ -27,6 +27,8 @@ class Losses:
 
     def __init__(self, module: Any, patches: Patches, line: Callable[[], str]) -> None:
         self._array, self._line = module.ndarray, line
+        # The method below the one that is wrapped: this copy is none of the loop's calls.
+        self._copy: Any = module.ndarray.__mro__[1].copy
         self._kept: dict[str, list[Any]] = {}
         self._waiting: list[tuple[str, Any]] = []
         Surface(module, self._seen, patches).patch(REDUCTIONS)
@@ -35,8 +37,7 @@ class Losses:
         """Keep copies of what has waited: the script may change its arrays in place, and within a step only."""
         waiting, self._waiting = self._waiting, []
         for line, value in waiting:
-            # Past the wrapped method: this copy is none of the loop's calls.
-            self._kept.setdefault(line, []).append(super(self._array, value).copy())
+            self._kept.setdefault(line, []).append(self._copy(value))
 
     def values(self, steps: int, seen: int) -> tuple[float, ...]:
         """Those of the first `steps` of the `seen` steps that the loop has made; waits for the device."""

@@ -174,8 +174,8 @@ class Surface:
         fuse = getattr(self.module, "fuse", None)
         if fuse is not None:
             self.patches.replace(self.module, "fuse", self._fusing(fuse))
-        raw = getattr(self.module, "RawModule", None)
-        if isinstance(raw, type):
+        raw: Any = getattr(self.module, "RawModule", None)
+        if raw is not None:
             wrap = self.wrap
 
             def get_function(module: Any, name: str) -> Kernel:
