@@ -235,7 +235,7 @@ def _profile(
             shorter = None
         if shorter is not None:
             owners.hold(run_dir)
-            say("the script ended before all was measured; once more with shorter windows")
+            say("the script ended before everything was measured; measuring again, with fewer steps")
             shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s), hands_over=False)
             launch(command, shorter, on_progress=tell, output=run_dir / OUTPUT_FILE)
     finally:
@@ -257,9 +257,9 @@ def _profile(
     _check_measured(ended, thrown_away=not keep_running)
     notes = []
     if ended.hung:
-        notes.append("the script's process hung in native exit handlers after it was measured, and was ended")
+        notes.append("the script's process hung as it exited, after it was measured, so advisor ended it")
     if shorter is not None:
-        notes.append("the script ends early, so this was measured in a second run with shorter windows")
+        notes.append("the script ends early, so this was measured in a second run, with fewer steps")
     return _read(run_dir, machine, rules_dirs, say, start_s=ended.first_step_s, ended=ended, notes=(*notes, *told))
 
 
@@ -556,7 +556,7 @@ def apply(
             found = replace(found, recommendations=candidates)
             return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
         if not candidates and not measured.complete:
-            say("too little was measured to say what would help; let the script train for longer")
+            say("too few steps were measured to say what would help; let the script train for longer")
             return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
         return work.search(candidates, measured, found)
 
@@ -611,9 +611,9 @@ class _Applying:
         from advisor.trials.script import last_line
 
         if result.exit_code:
-            self.say("the script does not run to where it could be measured, so nothing is tried")
+            self.say("the script ended before it could be measured, so nothing is tried")
             if last := last_line(self.run_dir / OUTPUT_FILE):
-                self.say(f"its last line, of {_shown(self.run_dir / OUTPUT_FILE)}: {last}")
+                self.say(f"its last line, from {_shown(self.run_dir / OUTPUT_FILE)}: {last}")
         return ApplyResult(
             run_dir=self.run_dir,
             exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),
@@ -769,7 +769,7 @@ def _begin(name: str, out: Path | None, say: Say) -> Path:
     """The run folder of what throws its training away, once earlier ones have left nothing aside and the user knows the limits."""
     run_dir = new_run_dir(name, out)
     _recover(say)
-    say("the script's files are put back afterwards; the few things that are not: `advisor apply --help`")
+    say("the script's files are put back afterwards (`advisor apply --help` says what cannot be)")
     return run_dir
 
 

@@ -238,7 +238,7 @@ class ProfileDriver:
             window_s = TRACED_SLOWDOWN * (1 + self._detail) * step_s
             if self.session.pace < 1.0 and not self.in_step and window_s > self.session.pace * TRACED_S:
                 self._detail = 1
-                self._notes.append("the search is short, and its steps are long: one step traced")
+                self._notes.append("the search is short and the steps are long, so one step was traced")
             self._collector = TraceCollector(
                 self.training.device,
                 self.session,
@@ -437,7 +437,7 @@ class ProfileDriver:
             notes.append("the script makes so few steps that these times include its warm-up")
         if self.watcher.kind == FORWARD:
             # First, for it says of what all else is told.
-            notes.insert(0, "the script trains nothing: each round of its model calls was taken for a step")
+            notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self._bounds]

@@ -317,7 +317,7 @@ def trials_text(
     page = Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
     if following := wording.next_of_trials(log, command, plan):
-        note = "it settles what is unconfirmed, by fresh processes alone" if not wording.usable(log) else ""
+        note = "settles the unconfirmed changes in fresh processes, without a search" if not wording.usable(log) else ""
         blocks.append([page.heading("Next", note), "  " + page.paint(printable(following), "cyan")])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 

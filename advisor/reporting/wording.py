@@ -263,7 +263,7 @@ def trials_headline(trials: TrialLog) -> str:
         changes += f", {len(open_yet)} more faster in the running loop and not confirmed end to end"
     elif open_yet:
         why = f" Fresh processes: {stack.detail}." if stack is not None and stack.detail else ""
-        return f"Faster in the running loop, not confirmed end to end: {counted(len(open_yet), 'change')}.{why}"
+        return f"Not confirmed in fresh processes: {counted(len(open_yet), 'change')} faster in the running loop.{why}"
     if not count:
         return _nothing_kept(trials, declined)
     if stack is None or stack.speedup is None or not stack.passed:

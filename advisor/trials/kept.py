@@ -230,7 +230,7 @@ class RunDriver:
         self._hasty += self._steps < HASTY_STEPS
         self._patches.restore_all()
         if self._hasty > MOST_HASTY:
-            say("optimizers come and go: what the plan changes stays with the first ones")
+            say("the script makes new optimizers; the plan stays with the first ones")
             return
         self._look_again(optimizer)
 

@@ -38,7 +38,7 @@ def log(
     written, temporary = restore.written(script.run_dir)
     if temporary:
         what = "temporary file was" if temporary == 1 else "temporary files were"
-        notes.append(f"{temporary} {what} written and put away, too")
+        notes.append(f"{temporary} {what} written and removed")
     return TrialLog(
         script=script.command.words[0],
         argv=script.command.words[1:],

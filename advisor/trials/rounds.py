@@ -81,7 +81,7 @@ class Rounds:
             self.processes.on_whole = None  # what later rounds bring out comes on top of what is kept
             steps_s = (WARMUP + STEPS) * self.processes.left * _step_us(profile) / 1e6
             if self.processes.deadline - time.time() < LEAST_S + steps_s:
-                script.notes.append(f"no time was left for round {number}: the script with what is kept, profiled anew")
+                script.notes.append(f"no time was left for round {number}, a new profile with the kept changes")
                 self._take_turns([c for c in waiting if c.transform not in planner.DEAR])
                 return
             again, folder = None, ""
@@ -136,7 +136,7 @@ class Rounds:
         """A short profile of the script with these changes on, in a fresh process; None, with a note, when there is none."""
         script, deadline = self.processes.script, self.processes.deadline
         script.say(
-            f"round {number}: profiling the script with what is kept ({', '.join(map(transform_table.title, _names(kept)))})"
+            f"round {number}: profiling the script with the kept changes ({', '.join(map(transform_table.title, _names(kept)))})"
         )
         reason, ended, found = "", None, None
         try:
@@ -173,7 +173,7 @@ class Rounds:
         if found is None or (found.step_us is None and found.wall_us is None) or not found.kernels:
             reason = reason or "too little was measured"
         if reason:
-            script.notes.append(f"round {number}: the script with what is kept could not be profiled: {reason}")
+            script.notes.append(f"round {number}: the script with the kept changes could not be profiled: {reason}")
             script.say(script.notes[-1])
             return None
         return found

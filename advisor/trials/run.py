@@ -57,13 +57,11 @@ def run_plan(
     for change in changed:
         say(f"plan: {change}")
     if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
-        say(
-            f"its gains are not proved here, so the plain script trains; prove it here with `advisor apply --plan {path}`"
-        )
+        say(f"the plan is not proved here, so the plain script trains; prove it with `advisor apply --plan {path}`")
         kept = ()
     elif plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
         without = ", ".join(item.transform for item in own_kernels)
-        say(f"training without {without}; `advisor apply --plan {path}` proves them with today's")
+        say(f"training without {without}; `advisor apply --plan {path}` proves the rest here")
         kept = tuple(item for item in kept if item not in own_kernels)
     kept = (*kept, *also)
     if not kept:

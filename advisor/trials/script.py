@@ -192,7 +192,7 @@ class Script:
             self.model_hash = str(event.get("model") or self.model_hash)
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
         elif kind == "postponed":
-            self.say(f"{name}: {event.get('reason')}; its turn comes again behind CUDA graphs")
+            self.say(f"{name}: {event.get('reason')}; advisor tries it again after CUDA graphs")
         elif kind == WAITING:
             self.say(str(event.get("text")))
         elif kind == REFUSED:

@@ -125,7 +125,7 @@ def _limits(budget: Budget) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
         f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s(quick=True):.0f} s are kept for the final check; "
-        "Ctrl-C ends it: its plan then has what is proved by then, and what else is faster as unconfirmed"
+        "Ctrl-C ends it; the plan then holds what is proved, and other faster changes as unconfirmed"
     )
 
 
@@ -245,7 +245,7 @@ class Search:
         log = self._log()
         self._write(log)
         self.script.say(
-            f"proved after {self._seconds():.0f} s: {outcome.speedup(log)}; {records.PLAN_FILE} has it, the rest is looked for"
+            f"proved after {self._seconds():.0f} s: {outcome.speedup(log)}; {records.PLAN_FILE} is written; the search goes on"
         )
 
     def conclude(self) -> tuple[TrialLog, Plan]:
@@ -261,10 +261,10 @@ class Search:
         if self.processes.ended_early > 1:
             script.notes.append(
                 f"the script ended {self.processes.ended_early} times before the search did; "
-                "with more steps in a run it takes less time"
+                "a longer training makes the search faster"
             )
         if script.interrupted:
-            script.notes.append("interrupted: what had a verdict by then is here")
+            script.notes.append("interrupted: the verdicts until then are here")
         log = self._log()
         return log, self._write(log)
 

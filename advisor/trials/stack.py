@@ -199,10 +199,10 @@ class StackTrial:
             kept, title = records.kept_items(script.run_dir), transform_table.title(candidate.transform)
             if not self.budget.allows_on_top(candidate.transform, len(TURNS), self.runs.last_s, share=share):
                 if share == 1.0:
-                    script.notes.append(f"no time was left to try {title} on top of what is kept")
+                    script.notes.append(f"no time was left to try {title} with the kept changes")
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
-            script.say(f"what is kept with {title}, in fresh processes")
+            script.say(f"the kept changes with {title}, in fresh processes")
             settled = partial(self._gains_nothing, proved, (*kept, item))
             runs = self._seeded(spent.ON_TOP, (*kept, item), settled)
             if (
@@ -249,7 +249,7 @@ class StackTrial:
             if time.time() + self.runs.last_s > until:
                 unasked.append(title)
                 continue
-            script.say(f"the stack without {title}, in fresh processes")
+            script.say(f"the plan without {title}, in fresh processes")
             stays = self._stays_with_others if item.transform in together else self._stays_alone
             runs = self._without(rest, proved, kept, stays)
             if script.over:
@@ -269,7 +269,7 @@ class StackTrial:
                 script.say(f"{title}: removed, the plan is as fast without it")
                 kept, proved = rest, self._proof(whole, proved.plain, runs, rest)
         if unasked:
-            script.notes.append(f"no time was left to run the stack without {', '.join(unasked)}")
+            script.notes.append(f"no time was left to run the plan without {', '.join(unasked)}")
         return proved
 
     # -- fresh runs -------------------------------------------------------------------------------------------------

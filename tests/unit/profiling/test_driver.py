@@ -17,7 +17,7 @@ from torch import nn
 from advisor.core import storage
 from advisor.core.trace import Trace
 from advisor.profiling import driver as module
-from advisor.profiling import stop
+from advisor.profiling import stop, timing
 from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.driver import ProfileDriver
 from advisor.profiling.records import (
@@ -365,15 +365,15 @@ def test_a_window_of_too_many_events_is_shortened(start: Start, tmp_path: Path, 
 def test_a_window_ends_at_its_boundary_on_both_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     def now(ns: int) -> None:
         for name, start in (("perf_counter_ns", 0), ("time_ns", 10**18), ("monotonic_ns", 10**12)):
-            monkeypatch.setattr(module.time, name, lambda start=start: start + ns)
+            monkeypatch.setattr(timing.time, name, lambda start=start: start + ns)
 
     def boundary(ns: int) -> StepEvent:
         return StepEvent(index=0, host_ns=ns, event=None, clean=True)
 
     now(1500)  # the listener comes 500 ns after the boundary
-    begun = module._window(boundary(1000))
+    begun = timing.window(boundary(1000))
     now(9700)
-    window = module._window(boundary(9000), begun)
+    window = timing.window(boundary(9000), begun)
     assert (window.start_unix_ns - 10**18, window.end_unix_ns - 10**18) == (1000, 9000)
     assert (window.start_monotonic_ns - 10**12, window.end_monotonic_ns - 10**12) == (1000, 9000)
 

@@ -137,7 +137,7 @@ def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_ow
     log = replace(log, verdicts=left_open, stack=stack)
     told = wording.trials_headline(log)
     assert told.startswith(
-        "Faster in the running loop, not confirmed end to end: 3 changes. Fresh processes: not faster"
+        "Not confirmed in fresh processes: 3 changes faster in the running loop. Fresh processes: not faster"
     )
     assert not wording.usable(log)
     command = "advisor apply --plan p.yaml train_imagenet.py --arch resnet50 --batch-size 256"

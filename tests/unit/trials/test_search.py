@@ -322,8 +322,8 @@ def test_nothing_is_left_out_when_time_is_up(script, monkeypatch):
     log, _, code, verdicts = apply(script, *script.verdicts)
     assert code == 0
     assert {v.left_out_gain for v in verdicts.values()} == {None}
-    assert [note for note in log.notes if "no time was left to run the stack without" in note] == [
-        "no time was left to run the stack without TF32 for fp32 convolutions and matrix products, torch.compile"
+    assert [note for note in log.notes if "no time was left to run the plan without" in note] == [
+        "no time was left to run the plan without TF32 for fp32 convolutions and matrix products, torch.compile"
     ]
 
 
@@ -901,14 +901,14 @@ def test_what_tunes_in_its_first_step_needs_the_time_for_it(script, monkeypatch)
     monkeypatch.setitem(budget.TUNING_STEPS, "cudnn_benchmark", 25_000.0)  # 25 s
     log, _, _, verdicts = on_top(script, 450.0, max_time_s=50.0)
     assert verdicts["cudnn_benchmark"].status == "skipped"
-    assert any("on top of what is kept" in note for note in log.notes)
+    assert any("with the kept changes" in note for note in log.notes)
 
 
 def test_no_time_left_for_what_comes_on_top(script, monkeypatch):
     monkeypatch.setattr(fresh.FreshRuns, "measure", slow(fresh.FreshRuns.measure))
     log, _, _, verdicts = on_top(script, 450.0)
     assert verdicts["cudnn_benchmark"].status == "skipped"
-    assert any("on top of what is kept" in note for note in log.notes)
+    assert any("with the kept changes" in note for note in log.notes)
 
 
 def slow(measure):
