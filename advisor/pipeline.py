@@ -217,6 +217,8 @@ def _profile(
         tell(event)
         if event.get("event") == STEP:
             first_s = time.monotonic() - began
+            if handover is not None:
+                handover.first_step = time.monotonic()
         if event.get("event") == MEASURED and handover is not None:
             sampler.stop()
             handed = _read(run_dir, machine, rules_dirs, say, start_s=first_s, notes=told)
@@ -643,15 +645,19 @@ class _Applying:
     def _begin(self, measured: StepProfile) -> Search:
         from advisor.trials.search import begin
 
-        profiled_s = time.monotonic() - self._started
+        now = time.monotonic()
+        profiled_s, before_s = now - self._started, measured.start_s or 0.0
+        if self.handover is not None and self.handover.first_step is not None:
+            before_s = self.handover.first_step - self._started  # the machine was measured too, once
         return begin(
             self.command,
             measured,
             ask=self.ask,
             min_gain=self.min_gain,
             # What the script itself takes to its first step is its own time, not the search's.
-            max_time_s=max(0.0, self.max_time_s - profiled_s + (measured.start_s or 0.0)),
+            max_time_s=max(0.0, self.max_time_s - profiled_s + before_s),
             profiled_s=profiled_s,
+            before_s=before_s,
             max_pairs=self.max_pairs,
             recommend=self._asked_anew,
             run_dir=self.run_dir,

@@ -30,6 +30,8 @@ LONG_FIRST_STEP_S = {"compile_max_autotune": 240.0}
 # steps were timed too; since it is not, a CIFAR ResNet-18's take 4 s longer where it was 7.5. Large nets were not measured since.
 TUNING_STEPS = {"cudnn_benchmark": 200.0}
 STEP_UNTIMED_S = 0.125
+# The least that is kept for the first comparison, where the plain script's run is there.
+FIRST_LEAST_S = 8.0
 # Behind starving workers a step gets shorter for seconds after the start (a ResNet-18's on an H200 from 19 to 13 ms in ten: their memory
 # is the system's first), and a run that begins with a capture is timed later than a plain one: 18 and 12 ms where it gained 6 %.
 SETTLE_S, SETTLE_SHARE = 10.0, 0.02
@@ -70,21 +72,24 @@ class Budget:
         before_the_stack = max(self.whole_s - self.stack_s(START_S), 1.0)
         return min(max(TRIAL_LEAST_S, TRIAL_SHARE * self.whole_s), before_the_stack)
 
-    def stack_s(self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False) -> float:
+    def stack_s(
+        self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False, plain: bool = False
+    ) -> float:
         """What the comparison of the stack needs, up to half of the whole.
 
         Args:
             left: of the plain script's step, with what is kept.
             proved: a part of the stack has been compared before; the plain script's runs are there.
-            quick: one run of each kind is to do at first.
+            quick: one run of each kind is to do at first. plain: and the plain script's is there.
         """
         if self.step_s is None:
             return max(STACK_LEAST_S, STACK_SHARE_UNTIMED * self.whole_s)
         if quick:
-            needed_s = self._runs_s(start_s, left, (proof.PLAIN, proof.STACK))
-            return max(STACK_LEAST_S, min(needed_s, STACK_MOST_SHARE * self.whole_s))
-        kinds = (proof.STACK, proof.STACK) if proved else proof.ROUND
-        needed_s = min(self._runs_s(start_s, left, kinds), STACK_MOST_SHARE * self.whole_s)
+            kinds = (proof.STACK,) if plain else (proof.PLAIN, proof.STACK)
+            least_s = FIRST_LEAST_S if plain else STACK_LEAST_S
+            return max(least_s, min(self._runs_s(start_s, left, kinds), STACK_MOST_SHARE * self.whole_s))
+        round_of = (proof.STACK, proof.STACK) if proved else proof.ROUND
+        needed_s = min(self._runs_s(start_s, left, round_of), STACK_MOST_SHARE * self.whole_s)
         return needed_s if proved else max(STACK_LEAST_S, STACK_SHARE * self.whole_s, needed_s)
 
     def _runs_s(self, start_s: float, left: float, kinds: Sequence[str] = proof.ROUND) -> float:
@@ -103,19 +108,21 @@ class Budget:
         return max(STACK_LEAST_S, self._runs_s(max(START_S, start_s), 1.0)) / STACK_MOST_SHARE
 
     def candidates_until(
-        self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False
+        self, start_s: float, left: float = 1.0, *, proved: bool = False, quick: bool = False, plain: bool = False
     ) -> float:
         """When no new candidate begins: then it is the turn of the stack's comparison.
 
         Args:
             start_s: what starts have taken.
-            left, proved, quick: as `stack_s` has them.
+            left, proved, quick, plain: as `stack_s` has them.
         """
-        return self.until - self.reserve_s(start_s, left, proved=proved, quick=quick)
+        return self.until - self.reserve_s(start_s, left, proved=proved, quick=quick, plain=plain)
 
-    def reserve_s(self, start_s: float = 0.0, left: float = 1.0, *, proved: bool = False, quick: bool = False) -> float:
+    def reserve_s(
+        self, start_s: float = 0.0, left: float = 1.0, *, proved: bool = False, quick: bool = False, plain: bool = False
+    ) -> float:
         """What is kept for the comparison of the stack; arguments as of `candidates_until`."""
-        return min(self.whole_s, self.stack_s(max(START_S, start_s), left, proved=proved, quick=quick))
+        return min(self.whole_s, self.stack_s(max(START_S, start_s), left, proved=proved, quick=quick, plain=plain))
 
     def left_out_until(self) -> float:
         """When, beginning now, the stack is no longer run without one of its items."""

@@ -24,6 +24,8 @@ TIMED_S = 0.7
 # Steps that take longer than this are timed for so many seconds in place of so many steps, and warm up sooner: their clocks and caches
 # settle within seconds.
 SLOW_S, SLOW_TIMED_S, SLOW_WARMUP, SLOW_LEAST = 0.25, 7.5, 8, 12
+# And those that take longer than this are as good as bound by their device: so few tell, and their losses are enough to compare.
+VERY_SLOW_S, VERY_SLOW_WARMUP, VERY_SLOW_LEAST = 1.0, 5, 8
 FEW_STEPS = 15  # for what a short look mostly tells: that a step is much longer without a change
 # Of so many steps the kernels' own time is taken, where it has nothing to do for a good part of the plain step.
 KERNEL_STEPS, KERNEL_MOST_S = 6, 1.0
@@ -41,6 +43,13 @@ class FreshRuns:
     settle_s: float = 0.0  # no step is timed before so many seconds behind the first
     kernel_steps: int = 0  # of so many steps the kernels' time is taken, behind those timed
     last_s: float = 0.0  # what the latest one took, its start included
+
+    def profiled(self) -> records.Measurement | None:
+        """What the process that was profiled has measured of the plain script, where it says all that a fresh run would."""
+        found = records.load_plain(self.script.run_dir)
+        if found is None or found.settled_s < self.settle_s or (self.kernel_steps and not found.kernel_us):
+            return None
+        return found
 
     def measure(
         self,
@@ -99,4 +108,6 @@ def lengths(step_s: float | None, steps: int = STEPS) -> tuple[int, int]:
     """Steps of warm-up and steps timed, of a script whose plain step takes `step_s`: both arms make the same, however fast."""
     if step_s is None or step_s <= SLOW_S:
         return WARMUP, steps
+    if step_s > VERY_SLOW_S:
+        return VERY_SLOW_WARMUP, min(steps, max(VERY_SLOW_LEAST, int(SLOW_TIMED_S / step_s)))
     return SLOW_WARMUP, min(steps, max(SLOW_LEAST, int(SLOW_TIMED_S / step_s)))

@@ -30,6 +30,7 @@ class Handover:
         self._since = 0.0  # when it was handed over
         self._progress: tuple[object, ...] = ()
         self.search: Search | None = None
+        self.first_step: float | None = None  # `time.monotonic()` of it
 
     def give(self, profile: StepProfile | None, findings: Findings | None) -> None:
         """The process waits for its orders: it has them, or it is told to end."""

@@ -74,7 +74,13 @@ class SearchProcesses:
     @property
     def deadline(self) -> float:
         """`time.time()` at which no new candidate begins."""
-        return self.budget.candidates_until(self.script.start_s, self.left, proved=self.proved, quick=not self.proved)
+        return self.budget.candidates_until(
+            self.script.start_s,
+            self.left,
+            proved=self.proved,
+            quick=not self.proved,
+            plain=self.runs.profiled() is not None,
+        )
 
     @property
     def why_late(self) -> str:

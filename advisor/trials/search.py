@@ -69,6 +69,7 @@ def begin(
     max_pairs: int = 20,
     recommend: Recommend | None = None,
     profiled_s: float = 0.0,
+    before_s: float = 0.0,
     run_dir: Path,
     say: Say,
     launch: Launch | None = None,
@@ -80,7 +81,8 @@ def begin(
             None leaves later rounds to `planner.second_look` alone.
         ask: asked before each candidate; None tries all of them (`--auto`).
         max_time_s: no candidate begins after this, less what the comparison of the stack needs.
-        profiled_s: what the first profile took, for the account of the time; `max_time_s` is without it.
+        profiled_s: what the first profile took, for the account of the time; `max_time_s` is without it. before_s: of that, what was
+            over before the script's first step.
         max_pairs: most pairs of blocks, or of fresh runs, in a trial.
     """
     owners.hold(run_dir)
@@ -108,6 +110,7 @@ def begin(
         stack=StackTrial(script, runs, budget, min_gain),
         profile=profile,
         profiled_s=profiled_s,
+        before_s=before_s,
         relay=relay,
     )
     processes.on_whole = search.prove_at_once  # in the first round
@@ -140,6 +143,7 @@ class Search:
     relay: Relay
     profile: StepProfile | None
     profiled_s: float
+    before_s: float
     proved: Proof | None = None
     proved_s: float | None = None  # when that was so for the first time, from the script's first step on
     _started: float = field(default_factory=lambda: time.time())
@@ -236,8 +240,7 @@ class Search:
     def _note_proof(self) -> None:
         """Something is proved by now, if it holds: the first time counts."""
         if self.proved_s is None and self.proved is not None and self.proved.holds:
-            start_s = self.profile.start_s if self.profile is not None else None
-            self.proved_s = self._seconds() - (start_s or 0.0)
+            self.proved_s = self._seconds() - self.before_s
 
     def _save_proved(self) -> None:
         """The plan on disk has what is proved by now."""

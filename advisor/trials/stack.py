@@ -137,11 +137,8 @@ class StackTrial:
         return dataclasses.replace(proved, plain=tuple(runs.plain)) if runs.plain else proved
 
     def _profiled(self) -> list[Measurement]:
-        """What the process that was profiled has measured of the plain script, where it says all that a fresh run would."""
-        found = records.load_plain(self.script.run_dir)
-        if found is None or found.settled_s < self.runs.settle_s or (self.runs.kernel_steps and not found.kernel_us):
-            return []
-        return [found]
+        found = self.runs.profiled()
+        return [] if found is None else [found]
 
     def confirm(self, proved: Proof) -> Proof:
         """A proof that rests on one run of each kind rests on two, where time is left for them, whatever they say."""

@@ -203,3 +203,11 @@ def test_what_has_no_effect_is_off_before_anything_is_timed(tmp_path, monkeypatc
         "set_to_none": "reverted",
     }
     assert len(Idle.noted.read_text().splitlines()) == 1  # for the check of its numbers, and in none of the pairs
+
+
+def test_of_slow_steps_one_makes_a_block_of_what_fresh_processes_judge_next(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Layout, amp_bf16=HalfInLayout)
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16", wait_s=2.0)
+    assert record.whole_kept
+    blocks_of = verdicts["amp_bf16"].blocks
+    assert (blocks_of.steps_per_block, len(blocks_of.on_us)) == (1, 3)

@@ -25,6 +25,8 @@ from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
 from advisor.trials.statistics import BLOCK_S, EARLY_STAGES, MAX_STEPS, MIN_STEPS, MORE, STAGES, Decision, parts, trial
 
+# Of steps longer than this one makes a block of what fresh processes judge next: three pairs of three would take a minute of two.
+SLOW_S = 0.5
 # Where the pairs that a first look asks for take longer than this, three are looked at before.
 EARLY_S = 15.0
 # All pairs of a trial in parts fit into this time: where steps are long, blocks have fewer parts. In a search of four minutes one
@@ -58,7 +60,7 @@ class TimedBlocks:
             times.parts = (
                 1 if hasty else min(most, loop.parts)
             )  # the last trial's noise is the best guess at this one's
-            times.steps = _steps(whole, times.parts)
+            times.steps = 1 if hasty and step_s > SLOW_S else _steps(whole, times.parts)
         loop.machine.renew()
         try:
             decision = yield from self._pairs(switch, current, patient=False, hasty=hasty)
