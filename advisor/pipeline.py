@@ -107,6 +107,7 @@ def profile(
     detail_steps: int = 3,
     keep_running: bool = False,
     counters: bool = True,
+    precision: bool = False,
     rules_dirs: Sequence[Path] = (),
     say: Say,
 ) -> ProfileResult:
@@ -131,6 +132,7 @@ def profile(
         detail_steps=detail_steps,
         keep_running=keep_running,
         counters=counters,
+        precision=precision,
         rules_dirs=rules_dirs,
         say=say,
     )
@@ -147,6 +149,7 @@ def _profile(
     counters: bool,
     rules_dirs: Sequence[Path],
     say: Say,
+    precision: bool = False,
     searched: bool = False,
     pace: float = 1.0,
     first_step_s: float = 0.0,
@@ -199,6 +202,7 @@ def _profile(
         seed=fresh.SEED if handover is not None else None,
         settle_s=settle_s,
         counters=counters and machine.device == "cuda",
+        precision=precision,
         protect_files=protects,
     )
     say(f"running {command.name}; results go to {_shown(run_dir)}")

@@ -60,7 +60,7 @@ class Product:
         reasons: why it runs as it does, as far as the run tells.
         conversions: names of kernels that slice, pad or transpose for it, with `conversion_us` their time.
         time_us, calls: of its own kernels.
-        flops, least_us: operations, and the least time that this machine needs for them and for the bytes; 0.0 where not known.
+        flops, nbytes, least_us: operations and bytes, and the least time that this machine needs for them; 0.0 where not known.
         alternative: the one with the least time of those that the run does not use; None where none is faster.
     """
 
@@ -79,6 +79,7 @@ class Product:
     time_us: float
     calls: float
     flops: float
+    nbytes: float
     least_us: float
     alternative: Alternative | None
 
@@ -181,6 +182,7 @@ def _product(
         time_us=times,
         calls=sum(row.calls for row in rows),
         flops=flops,
+        nbytes=nbytes,
         least_us=least,
         alternative=_alternative(environment, longest, flops, nbytes, times, sum(row.time_us for row in conversions)),
     )

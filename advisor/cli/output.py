@@ -15,6 +15,7 @@ import click
 
 from advisor import __version__
 from advisor.cli.parameters import SEVERITIES
+from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Outcome
 from advisor.core.profile import StepProfile
@@ -99,6 +100,17 @@ def _perfetto(profile: StepProfile, findings: Findings | None, run_dir: Path | N
     if found is None:
         raise AdvisorError(f"{run_dir} holds no traced step", fix="Record the run again with `advisor profile`.")
     return json.dumps(trace_events(found, findings), separators=(",", ":"), ensure_ascii=False)
+
+
+def precision_text(run_dir: Path, profile: StepProfile) -> str:
+    """The precision audit of a run; empty where it made none."""
+    from advisor.core.precision import PRECISION_FILE, PrecisionRecord
+
+    if not (run_dir / PRECISION_FILE).is_file():
+        return ""
+    from advisor.reporting import precision
+
+    return precision.precision_text(storage.load(run_dir / PRECISION_FILE, PrecisionRecord), profile, width())
 
 
 def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) -> str:

@@ -58,6 +58,11 @@ if TYPE_CHECKING:
 )
 @click.option("--no-counters", is_flag=True, help="Do not read hardware counters; DRAM bytes are then modelled.")
 @click.option(
+    "--precision",
+    is_flag=True,
+    help="One step more: the error of each convolution and linear layer against fp64, and that of other precisions.",
+)
+@click.option(
     "--trace",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
@@ -79,6 +84,7 @@ def profile(
     detail_steps: int,
     keep_running: bool,
     no_counters: bool,
+    precision: bool,
     trace: Path | None,
     rules_dirs: tuple[Path, ...],
     fail_on: str | None,
@@ -100,6 +106,7 @@ def profile(
       advisor profile train.py --lr 0.1
       advisor profile --steps 50 -o runs/base -m mypackage.train --epochs 1
       advisor profile -- torchrun --nproc-per-node 4 train.py
+      advisor profile --precision train.py
       advisor profile --trace rank0.pt.trace.json.gz
 
     The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
@@ -122,6 +129,7 @@ def profile(
                 detail_steps=detail_steps,
                 keep_running=keep_running,
                 counters=not no_counters,
+                precision=precision,
                 rules_dirs=rules_dirs,
                 say=say,
             )
@@ -142,5 +150,7 @@ def _show(result: ProfileResult, form: str, quiet: bool) -> None:
     stream = sys.stderr if form == "text" else sys.stdout
     if result.profile is not None and not (quiet and form == "text"):
         output.say(output.run_text(form, result.profile, result.findings, None, stream=stream), stream)
+        if form == "text" and (audit := output.precision_text(result.run_dir, result.profile)):
+            output.say(f"\n{audit}", stream)
     if not quiet:
         output.say(output.files_text(result.run_dir))

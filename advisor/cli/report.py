@@ -73,4 +73,6 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
     )
     output.say(text, sys.stdout)
     if form == "text":
+        if audit := output.precision_text(loaded.run_dir, loaded.profile):
+            output.say(f"\n{audit}", sys.stdout)
         output.say(output.files_text(loaded.run_dir), sys.stdout)

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 from advisor.core import storage
+from advisor.core.precision import PRECISION_FILE
 from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
 from advisor.core.trace import Trace
@@ -55,7 +56,7 @@ KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before 
 
 
 class ProfileDriver:
-    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, done."""
+    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, with `Session.precision` audited, done."""
 
     def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
         self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
@@ -90,6 +91,7 @@ class ProfileDriver:
         self._restarts = 0
         self._detail = session.detail_steps  # steps of the traced window; fewer where they are too many events
         self._traced: Window | None = None
+        self._audit: Any = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
 
@@ -118,6 +120,8 @@ class ProfileDriver:
             self._time(step)
         elif self.phase == "traced":
             self._trace(step)
+        elif self.phase == "audited":
+            self._end_audit()
 
     # -- warm-up ----------------------------------------------------------------------------------------------------
 
@@ -293,6 +297,28 @@ class ProfileDriver:
 
     def _finish(self) -> None:
         self._take_trace()
+        if self.session.precision and self.records and not self.in_step and not self._over():
+            self._begin_audit()
+        else:
+            self._wind_up()
+
+    def _begin_audit(self) -> None:
+        from advisor.profiling.precision import Audit
+
+        self.phase = "audited"
+        self._audit = Audit(self.training)
+        self._audit.begin()
+        tell(self.session, "phase", phase="holding a step's layers against fp64", done=0, total=0)
+
+    def _end_audit(self) -> None:
+        audit, self._audit = self._audit, None
+        try:
+            storage.save(self.session.folder / PRECISION_FILE, audit.end())
+        except Exception as error:
+            self._notes.append(f"no precision audit: {type(error).__name__}: {error}")
+        self._wind_up()
+
+    def _wind_up(self) -> None:
         self.phase = "done"
         if self.records:
             self._save_steps()

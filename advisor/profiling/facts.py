@@ -395,12 +395,12 @@ def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
     if wrappers:
         flags["find_unused_parameters"] = any(m.find_unused_parameters for m in wrappers)
         flags["no_sync"] = seen.no_sync
-    flags.update(_tf32())
+    flags.update(tf32_flags())
     return flags
 
 
-def _tf32() -> dict[str, bool]:
-    """By operation where torch has such a setting (2.9): kernels go by it, and asking for the one before it warns there, or raises
+def tf32_flags() -> dict[str, bool]:
+    """Which fp32 products may run as TF32: by operation where torch has such a setting (2.9): kernels go by it, and asking for the one before it warns there, or raises
     in a script that has used both. NVIDIA's libraries go by `NVIDIA_TF32_OVERRIDE=0` before either.
     """
     if os.environ.get("NVIDIA_TF32_OVERRIDE") == "0":

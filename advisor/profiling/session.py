@@ -53,6 +53,9 @@ class Session:
     brief: bool = False  # the script makes just the steps ordered: none can be waited for that is fit to be timed
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps
     counters: bool = True  # hardware counters wanted
+    precision: bool = (
+        False  # profile: behind the trace one step more, whose layers are held against fp64 (profiling/precision.py)
+    )
     candidates: tuple[Recommendation, ...] = ()
     whole_first: bool = False  # search: what fits together of the candidates is tried as one before any by itself
     kept: tuple[PlanItem, ...] = ()
