@@ -198,7 +198,7 @@ class Ceilings:
         """The larger of the time for the bytes and the time for the operations."""
         limit = work.nbytes / self.copy_gbps / 1e6
         if work.flops:
-            unit = dtype if work.unit == "matrix" else "float32"
+            unit = {"matrix": dtype, "vector": "float32"}.get(work.unit, work.unit)
             if unit not in self.tflops:
                 self.tflops[unit] = timing.matrix_tflops(getattr(torch, unit))
             limit = max(limit, work.flops / self.tflops[unit] / 1e9)

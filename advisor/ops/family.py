@@ -29,7 +29,8 @@ class Work:
         kernels: sources that this pass runs, as `<family>/<file>.cu`. A result on file is tied to their hash.
         nbytes: bytes to and from device memory, each input read once and each output written once.
         flops: floating-point operations; 0 where bytes alone bound the pass.
-        unit: "matrix" (tensor cores) or "vector" (fp32 pipes): which measured rate bounds `flops`.
+        unit: which measured rate bounds `flops`: "matrix", that of products in the case's dtype; "vector", the fp32 pipes'; or that of products
+            in another dtype, by its name.
     """
 
     kernels: tuple[str, ...]

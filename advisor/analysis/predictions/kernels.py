@@ -60,8 +60,8 @@ BEHIND_NORM_MERGED, BEHIND_NORM_INTENSITY = 0.65, 108
 # Depthwise taps of 13 to 31 on one H200: forward and backward together took 1 to 6 % of cuDNN's time. Dense 31 x 31 taps by transforms: a
 # tenth, of 15 half.
 LARGE_TAPS, LARGE_DEPTHWISE_BEST, FFT_BEST = 11, 0.98, 0.9
-# Three fp16 products in place of one of fp32, at the most: a quarter of strict fp32's time.
-EXACT_BEST = 0.75
+# Convolutions in strict fp32 on one H200, three products together: 0.2 to 0.8 of cuDNN's time.
+EXACT_BEST = 0.8
 
 
 def fused_bn_act(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:

@@ -175,7 +175,8 @@ def exact_conv2d(
     Returns:
         A new tensor [N, O, OH, OW] in x's dtype (autocast's, if that is on).
     """
-    x = x.to(computed_in(x))
+    # cuDNN in strict fp32 ends in a misaligned address where x begins between two vectors, after which the process can use its GPU no more.
+    x = alignment.realigned(x.to(computed_in(x)))
     call = spec.call(tuple(x.shape), tuple(weight.shape), stride, padding, dilation, groups)
     reason = _refusal(x, weight, bias, call)
     if reason:
@@ -196,7 +197,7 @@ def exact_conv2d_op(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, numbers: Sequence[int]
 ) -> torch.Tensor:
     """As `exact_conv2d`, for compiled graphs: the result is channels_last. `numbers`: stride, padding (2), dilation, groups."""
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = alignment.nhwc(x)
     call = _called(x, weight, numbers)
     reason = _refusal(x, weight, bias, call)
     if reason:
@@ -227,7 +228,7 @@ def exact_conv2d_backward_op(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of `advisor::exact_conv2d`: dx, channels_last, dweight, dbias; empty where not wanted or without a bias."""
-    x = x.contiguous(memory_format=torch.channels_last)
+    x = alignment.nhwc(x)
     call = _called(x, weight, numbers)
     made = _pytorch_backward if _refusal(x, weight, bias, call) else _gradients
     dx, dweight, dbias = made(dy.to(x.dtype), x, weight, bias, call, wanted)

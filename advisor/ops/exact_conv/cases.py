@@ -79,8 +79,8 @@ def _case(
         dtype="float32",
         passes={
             # Three fp16 products make one of fp32.
-            "forward": Work(kernels=spec.SOURCES, nbytes=nbytes[0], flops=3 * flops[0], unit="matrix"),
-            "backward": Work(kernels=spec.SOURCES, nbytes=nbytes[1], flops=3 * flops[1], unit="matrix"),
+            "forward": Work(kernels=spec.SOURCES, nbytes=nbytes[0], flops=3 * flops[0], unit="float16"),
+            "backward": Work(kernels=spec.SOURCES, nbytes=nbytes[1], flops=3 * flops[1], unit="float16"),
         },
         inputs=partial(_inputs, call=call, bias=bias, scale=scale),
         ours=api.exact_conv2d,

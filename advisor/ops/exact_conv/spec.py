@@ -204,6 +204,8 @@ def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) ->
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
 GRADIENTS = (GRADIENT, WEIGHT)
 KIND = "exact conv"
+LEAST_FLOPS, LEAST_CHANNELS = 20e9, 8  # of what was measured
+TAPS = ((1, 1), (3, 3))
 
 
 def name(call: Call) -> str:
@@ -214,8 +216,15 @@ def name(call: Call) -> str:
 
 @lru_cache(maxsize=4096)
 def product_wins(call: Call, product: str) -> str:
-    """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
-    return UNMEASURED
+    """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster.
+
+    On an H200 against cuDNN's best with TF32 off, with the parts made: forward 1.2 to 11 times as fast, both gradients 1.2 to 4.8 times, at every
+    size measured but for the first convolution's three channels, whose gradients took 1.7 times as long.
+    """
+    channels = min(call.inputs, call.outputs) // call.groups
+    if call.groups > 1 or channels < LEAST_CHANNELS or (call.taps_h, call.taps_w) not in TAPS or call.dilation > 1:
+        return UNMEASURED
+    return "" if flops(call)[0] >= LEAST_FLOPS else UNMEASURED
 
 
 def product_left(call: Call, product: str) -> str:
@@ -232,7 +241,7 @@ def wins(call: Call) -> str:
 
 def kinds() -> tuple[Kind, ...]:
     """Every kind that `wins` takes: its three products are told apart by sizes alone."""
-    return ()
+    return ((KIND, "float32"),)
 
 
 INFERRED: tuple[Inferred, ...] = ()
@@ -311,6 +320,10 @@ TRAINED = (
     (256, 3, 64, 224, 7, 2),
     (32, 512, 512, 32, 3, 1),
     (16, 256, 256, 48, 3, 1),
+    (128, 64, 64, 32, 3, 1),
+    (128, 256, 256, 8, 3, 1),
+    (256, 64, 64, 56, 5, 1),
+    (256, 512, 2048, 7, 1, 1),
 )
 _SMS = 132
 
