@@ -47,6 +47,7 @@ def module() -> types.ModuleType:
         "full",
         "zeros_like",
         "ones_like",
+        "empty_like",
         "arange",
         "eye",
         "exp",

@@ -45,6 +45,10 @@ WRITERS = frozenset(
 )
 
 
+class NotAStep(Exception):
+    """Why what was recorded makes no program."""
+
+
 @dataclass(slots=True, eq=False)
 class Call:
     """One call as it was made; `result` holds its arrays alive while a step is recorded."""
@@ -88,6 +92,7 @@ class Entry:
     takes: tuple[int, ...] | None = None  # positions that this is called with; None: all
     # Answered by a look at its arrays and constants alone; and the entry of the next call.
     quick: bool = False
+    fresh: bool = False  # the script holds its arrays for longer than a step: it is given others, which are filled behind the graph
     next: Entry | None = None
 
 
@@ -100,7 +105,7 @@ class Program:
     results: dict[int, int] = field(default_factory=dict)  # place → entry that gives it
     kept: dict[int, Any] = field(default_factory=dict)
     given: dict[int, Any] = field(default_factory=dict)  # place → an array like it
-    written: set[int] = field(default_factory=set)  # given and made places whose arrays the step changes in place
+    written: set[int] = field(default_factory=set)  # places whose arrays the step changes in place
     scalars: int = 0
     scalar_dtypes: list[Any] = field(default_factory=list)
 
@@ -109,7 +114,19 @@ class Program:
         for entry, after in zip(self.entries, [*self.entries[1:], None], strict=True):
             entry.next = after
             plain = not (entry.nested or entry.scalars or entry.keys)
-            entry.quick = plain and entry.single and entry.how in ("run", "placeholder", "constant")
+            entry.quick = plain and entry.single and not entry.fresh and entry.how in ("run", "placeholder", "constant")
+
+    def hand_out(self, entries: set[int]) -> None:
+        """The script holds the arrays of these entries for longer than a step.
+
+        Raises:
+            NotAStep: of one that the step changes in place: a copy would miss that.
+        """
+        for number in entries:
+            entry = self.entries[number]
+            if self.written.intersection(entry.gives):
+                raise NotAStep(f"the script holds arrays of earlier steps that are changed in place: {entry.name}")
+            entry.fresh = True
 
     def segments(self) -> list[tuple[int, int]]:
         """Stretches of calls that are launched as one: they end where a call needs what they give."""

@@ -8,10 +8,10 @@ from typing import Any
 from advisor.core.units import bytes_text
 from advisor.cupy_loops.changes.base import Unfit
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.calls import Program
+from advisor.cupy_loops.replay.calls import NotAStep, Program
 from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
 from advisor.cupy_loops.replay.sums import Sums
-from advisor.cupy_loops.replay.understand import CannotCapture, NotAStep
+from advisor.cupy_loops.replay.understand import CannotCapture
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be taken from the driver meanwhile
 MOST_MEMORY = 0.4  # of what is free, for the arrays of one arena

@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from advisor.core.errors import first_line
-from advisor.cupy_loops.replay import augmented
+from advisor.cupy_loops.replay import augmented, quick
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.calls import Entry, Program, arrays_of, flat, same
+from advisor.cupy_loops.replay.beside import loaded_beside
+from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
-from advisor.cupy_loops.replay.understand import CannotCapture, NotAStep, understand
+from advisor.cupy_loops.replay.understand import CannotCapture, understand
 from advisor.profiling.patches import Patches
 
 MOST_REFUSED = 24  # calls that a graph cannot hold
@@ -28,8 +28,6 @@ ATTEMPTS = 8  # programs made, before the loop is left alone
 STEADY = 200  # replayed steps behind which earlier attempts are forgotten
 LEARN_AGAIN = 2  # broken steps in a row
 JUDGED, LEAST_REPLAYED = 60, 0.7  # steps, and the share of them that must have been replayed to the end
-OTHERS_WAIT_S = 1.0  # for another thread that reads arrays of a step; a step is rarely as long
-UNSEEN = ("cupyx.", "cuml", "cudf", "cuquantum", "numba.cuda")
 FIND, REPLAY, OFF = "find", "replay", "off"
 
 
@@ -56,57 +54,24 @@ class Recorder:
         self.expected: Entry | None = None
         self._make_backend = backend
         self._beside = loaded_beside()
-        self._thread = threading.get_ident()
+        self.thread = threading.get_ident()
         self._varying: set[tuple[int, int]] = set()
         self._arenas: list[Arena] = []
         self._turn = 0
-        self._at: list[Any] = []  # by place: what the script holds of this step
+        self.at: list[Any] = []  # by place: what the script holds of this step
         self._bound: dict[int, Any] = {}  # place → what came in there, and is not yet where the graph reads it
         self._outside: dict[int, Any] = {}  # place → what came in there in this step
         self._numbers: dict[int, Any] = {}
-        self._cursor = self._launched = 0
+        self._promised: list[tuple[int, Any]] = []  # arrays of the script's own that are to be filled
+        self._kept_by_script: set[int] = set()  # entries whose arrays it holds for longer than a step
+        self.cursor = self.launched = 0
         self._judged = self._since = self._in_a_row = 0
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
     def wrap(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """What stands in the place of `plain`. The usual call, the recorded one with the recorded arrays, is answered right here."""
-        get_ident, thread, patches = threading.get_ident, self._thread, self.patches
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if self.inside or not patches.active or get_ident() != thread:
-                if self._cursor > self._launched and get_ident() != thread:
-                    self._wait()
-                return plain(*args, **kwargs)
-            entry = self.expected
-            if entry is not None and entry.name == name and entry.quick and not kwargs and len(args) == entry.size:
-                at = self._at
-                for position, place in entry.arrays:
-                    if args[position] is not at[place]:
-                        break
-                else:
-                    for position, constant in entry.constants:
-                        value = args[position]
-                        if value is not constant and not same(value, constant):
-                            break
-                    else:
-                        result = at[entry.gives[0]]
-                        self._cursor += 1
-                        self.expected = entry.next
-                        if entry.next is None:
-                            self.inside = True
-                            try:
-                                self._end()
-                            finally:
-                                self.inside = False
-                        return result
-            self.inside = True
-            try:
-                return self.handle(name, plain, args, kwargs)
-            finally:
-                self.inside = False
-
-        return call
+        """What stands in the place of `plain`."""
+        return quick.wrapped(self, name, plain)
 
     def handle(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One outermost call of the loop's."""
@@ -121,23 +86,17 @@ class Recorder:
             return self._replay(name, plain, args, kwargs)
         return plain(*args, **kwargs)
 
-    def _wait(self) -> None:
-        """Another thread is about to read what may still be to be filled: it waits for the end of the step."""
-        until = time.monotonic() + OTHERS_WAIT_S
-        while self._cursor > self._launched and time.monotonic() < until:
-            time.sleep(0)
-
     def look(self) -> None:
         """Somebody is about to look at memory past the calls: all that was answered is made."""
-        if self.phase == REPLAY and self._cursor > self._launched:
+        if self.phase == REPLAY and self.cursor > self.launched:
             self._break("somebody looks at memory")
 
     def leave(self, why: str) -> None:
         """The loop is left alone from now on."""
-        if self.phase == REPLAY and self._cursor > self._launched:
+        if self.phase == REPLAY and self.cursor > self.launched:
             self._make_real()
         self.phase, self.why, self.expected = OFF, why, None
-        self._arenas, self._at, self.program = [], [], None
+        self._arenas, self.at, self.program = [], [], None
         self.patches.restore_all()
 
     # -- making a program -------------------------------------------------------------------------------------------
@@ -152,6 +111,7 @@ class Recorder:
             self.backend = self.backend or self._make_backend()
             program = understand(steps[0], steps[1], self.array, self._varying)
             augmented.fold(program, steps[1], self.backend.masked)
+            program.hand_out(self._kept_by_script)
             steps.clear()
             self._arenas = self._two_arenas(program)
         except NotAStep as error:
@@ -164,7 +124,7 @@ class Recorder:
             return
         program.link()
         self.program, self.phase = program, REPLAY
-        self._turn = self._cursor = self._launched = self._since = 0
+        self._turn = self.cursor = self.launched = self._since = 0
 
     def _two_arenas(self, program: Program) -> list[Arena]:
         """Arenas, with what a graph cannot hold made as ever.
@@ -194,37 +154,39 @@ class Recorder:
     def _replay(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         program = self.program
         assert program is not None
-        cursor = self._cursor
+        cursor = self.cursor
         entry = program.entries[cursor]
         if cursor == 0:
             if not self._begins(entry, name, args, kwargs):
                 return plain(*args, **kwargs)
         elif entry.name != name or not self._fits(entry, args, kwargs):
             return self._differs(entry, name, plain, args, kwargs)
-        self._cursor, self.expected = cursor + 1, entry.next
+        self.cursor, self.expected = cursor + 1, entry.next
         if entry.how in ("look", "made"):
             result = self._make(entry, cursor, plain, args, kwargs)
+        elif entry.fresh:
+            result = self._promise(entry)
         elif entry.single:
-            result = self._at[entry.gives[0]]
+            result = self.at[entry.gives[0]]
         else:
-            result = [self._at[place] for place in entry.gives] if entry.gives else entry.value
-        if self.program is program and self._cursor == len(program.entries):
-            self._end()
+            result = [self.at[place] for place in entry.gives] if entry.gives else entry.value
+        if self.program is program and self.cursor == len(program.entries):
+            self.end()
         return result
 
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
         if entry.name != name or not self.finder.at_anchor(name, sys._getframe(4)):
             return False
-        self._at = []
+        self.at = []
         arena = self._arenas[self._turn]
-        if arena.held():
+        if held := arena.held():
             self._turn = 1 - self._turn
             arena = self._arenas[self._turn]
-            if arena.held():
-                self._note_broken("the script holds arrays of earlier steps")
+            if arena.held():  # those of the first have been held for two steps, these may be the last step's
+                self._hand_out(held)
                 return False
-        self._at = list(arena.at)
+        self.at = list(arena.at)
         self._clear()
         return self._fits(entry, args, kwargs)
 
@@ -237,7 +199,7 @@ class Recorder:
         if len(args) != entry.size or ((kwargs or entry.keys) and tuple(sorted(kwargs)) != entry.keys):
             return False
         values: Any = args if not kwargs else flat(args, kwargs)[0]
-        at = self._at
+        at = self.at
         for position, place in entry.arrays:
             value = values[position]
             if value is not at[place] and not self._comes_in(place, value):
@@ -274,7 +236,7 @@ class Recorder:
             return False
         if value.base is not None and id(value.base) in self._arenas[self._turn].owned:
             return False  # a view that no call made, of what is still to be filled
-        self._at[place] = self._bound[place] = self._outside[place] = value
+        self.at[place] = self._bound[place] = self._outside[place] = value
         return True
 
     def _make(self, entry: Entry, cursor: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -296,19 +258,41 @@ class Recorder:
             self._break(f"{entry.name} gives another shape")
             return result
         for place, value in zip(entry.gives, values, strict=True):
-            if value is not self._at[place]:
-                self._at[place] = self._bound[place] = self._outside[place] = value
+            if value is not self.at[place]:
+                self.at[place] = self._bound[place] = self._outside[place] = value
         return result
+
+    def _promise(self, entry: Entry) -> Any:
+        """Arrays of the script's own, filled as soon as the graph is launched."""
+        for place in entry.gives:
+            self.at[place] = made = self.module.empty_like(self._arenas[self._turn].at[place])
+            self._promised.append((place, made))
+        found = [self.at[place] for place in entry.gives]
+        return found[0] if entry.single else found
+
+    def _hand_out(self, places: list[int]) -> None:
+        """The script holds these arrays for longer than a step: record anew, and give it arrays of its own there."""
+        program = self.program
+        assert program is not None
+        self._kept_by_script.update(program.results[place] for place in places)
+        self._in_a_row = LEARN_AGAIN
+        self._note_broken("the script holds arrays of earlier steps")
 
     def _launch(self, until: int) -> None:
         """Fill what the calls up to `until` have promised."""
         arena = self._arenas[self._turn]
         self._fill(arena)
         for segment in self.segments:
-            if self._launched <= segment[0] and segment[1] <= until:
+            if self.launched <= segment[0] and segment[1] <= until:
                 self.backend.launch(arena, segment)
-        self._launched = until
+        self.launched = until
         self._copy_back(arena)
+        self._keep_promises(arena)
+
+    def _keep_promises(self, arena: Arena) -> None:
+        for place, made in self._promised:
+            made[...] = arena.at[place]
+        self._promised.clear()
 
     def _fill(self, arena: Arena) -> None:
         for place, value in self._bound.items():
@@ -327,14 +311,14 @@ class Recorder:
             if value is not None:
                 value[...] = arena.at[place]
 
-    def _end(self) -> None:
+    def end(self) -> None:
         program = self.program
         assert program is not None
         self._launch(len(program.entries))
-        self._cursor = self._launched = 0
+        self.cursor = self.launched = 0
         self.expected = None
         self._turn = 1 - self._turn
-        self._at = []
+        self.at = []
         self._clear()
         self.replayed += 1
         self._since += 1
@@ -349,7 +333,7 @@ class Recorder:
         if entry.name == name and len(args) == entry.size:
             for position, constant in entry.constants:
                 if position < len(args) and not same(args[position], constant) and type(args[position]) in (float, int):
-                    self._varying.add((self._cursor, position))
+                    self._varying.add((self.cursor, position))
         self._break(f"{name} in the place of {entry.name}")
         return plain(*args, **kwargs)
 
@@ -362,12 +346,13 @@ class Recorder:
         """What was answered in this step and not filled is made, call by call."""
         arena = self._arenas[self._turn]
         self._fill(arena)
-        arena.again(self._launched, self._cursor)
+        arena.again(self.launched, self.cursor)
         self._copy_back(arena)
-        self._cursor = self._launched = 0
+        self._keep_promises(arena)
+        self.cursor = self.launched = 0
         self.expected = None
         self._turn = 1 - self._turn
-        self._at = []
+        self.at = []
         self._clear()
 
     def _note_broken(self, why: str) -> None:
@@ -378,7 +363,7 @@ class Recorder:
             self._in_a_row = 0
             self.finder.anew()
             self.phase, self.expected = FIND, None
-            self._arenas, self.program, self._at = [], None, []
+            self._arenas, self.program, self.at = [], None, []
             if self.programs >= ATTEMPTS:
                 self.leave(why)
                 return
@@ -390,8 +375,3 @@ class Recorder:
             if self.replayed < LEAST_REPLAYED * self._judged:
                 self.leave(f"too few of its steps are alike: {self.why}")
             self._judged = self.replayed = self.broken = 0
-
-
-def loaded_beside() -> set[str]:
-    """Modules beside CuPy's own that compute on its arrays: whose functions the script has taken from them, nobody sees called."""
-    return {name for name in sys.modules if name.startswith(UNSEEN)}

@@ -13,6 +13,7 @@ from advisor.cupy_loops.replay.calls import (
     WRITERS,
     Call,
     Entry,
+    NotAStep,
     Program,
     arrays_of,
     flat,
@@ -24,10 +25,6 @@ from advisor.profiling.cupy_surface import LOOKS
 _WITH_NUMBERS = frozenset(
     f"__{turned}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for turned in ("", "r", "i")
 ) | {"multiply", "add", "subtract", "divide", "true_divide", "power", "maximum", "minimum"}
-
-
-class NotAStep(Exception):
-    """Why two recorded steps make no program."""
 
 
 def understand(first: list[Call], second: list[Call], array: Any, varying: set[tuple[int, int]]) -> Program:
