@@ -89,6 +89,7 @@ def fill(view: View, table: MetricTable) -> None:
         "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),
         "transposed_conv_frac": lambda row: row.kind == "conv" and _transposed(view, row),
         "bias_act_frac": _bias_act(view),
+        "bias_frac": lambda row: unnormed_bias(view, row),
     }
     convs = [row for row in view.rows if row.kind == "conv"]
     if view.device_us <= 0:
@@ -160,6 +161,12 @@ def bias_row(view: View, row: KernelRow) -> bool:
         return False
     # The kernel's name tells it apart where the row's operator is the convolution itself.
     return row.kind in ("elementwise", "reduce") or (row.kind == "conv" and bool(_POINTWISE.search(row.name)))
+
+
+def unnormed_bias(view: View, row: KernelRow) -> bool:
+    """As `bias_row`, where no norm follows that takes the bias out again."""
+    fact = view.fact(row)
+    return fact is not None and not fact.followed_by_bn and bias_row(view, row)
 
 
 def _bias_act(view: View) -> Callable[[KernelRow], bool]:

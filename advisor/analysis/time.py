@@ -21,6 +21,8 @@ _BY_ROW: dict[str, Callable[[KernelRow], bool]] = {
     "batchnorm": rows.is_batchnorm,
     "groupnorm": rows.is_groupnorm,
     "layernorm": rows.is_layernorm,
+    "padding": rows.is_padding,
+    "volume_pool": rows.is_volume_pooling,
     "elementwise": lambda row: row.kind in ("activation", "elementwise") and not rows.is_cast(row),
 }
 

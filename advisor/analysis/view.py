@@ -109,6 +109,19 @@ def is_groupnorm(row: KernelRow) -> bool:
     return row.kind == "norm" and not is_own(row) and bool(_INSTANCE_OR_GROUP.search(_norm_text(row)))
 
 
+_PADS = ("aten::reflection_pad2d", "aten::replication_pad2d", "aten::_pad_circular")
+
+
+def is_padding(row: KernelRow) -> bool:
+    """Padding of images with their own values, and its gradient."""
+    return row.op.startswith(_PADS)
+
+
+def is_volume_pooling(row: KernelRow) -> bool:
+    """Pooling of volumes by a window."""
+    return row.kind == "pool" and "pool3d" in row.op and "adaptive" not in row.op
+
+
 def is_layernorm(row: KernelRow) -> bool:
     """Layer normalisation, also over channels, advisor's own kernels left out."""
     return row.kind == "norm" and not is_own(row) and bool(_LAYER_NORM.search(_norm_text(row)))

@@ -140,6 +140,12 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
             ("batchnorm", "batch normalisation"),
             ("groupnorm", "group or instance normalisation"),
             ("layernorm", "layer normalisation"),
+            ("padding", "padding of images with their own values (reflect, replicate, circular)"),
+            ("volume_pool", "pooling of volumes by a window"),
+            (
+                "bias",
+                "kernels that add convolutions' biases, and sum their gradients, where no batch or instance norm follows",
+            ),
             ("activation", "activations"),
             ("elementwise", "elementwise operations, activations included"),
             ("pool", "pooling"),

@@ -18,6 +18,19 @@ def _averages_cumulatively(norm: Any) -> bool:
 LARGE_TAPS = 11  # as in the specs of large_depthwise and fft_conv, which are not read for a model without such a module
 
 
+def _filters_channels(*arguments: Any, **named: Any) -> bool:
+    """A convolution of each channel by itself: written as a function where its filter is no parameter, as that of a blur before sampling."""
+    given = {**dict(zip(("input", "weight"), arguments, strict=False)), **named}
+    x, weight = given["input"], given["weight"]
+    return bool(x.dim() == 4 and 1 < x.shape[1] == weight.shape[0] and weight.shape[1] == 1)
+
+
+def _pads_with_its_own(*arguments: Any, **named: Any) -> bool:
+    """Padding with values of the image, not with a constant."""
+    given = {**dict(zip(("input", "pad", "mode"), arguments, strict=False)), **named}
+    return bool(given.get("mode", "constant") != "constant")
+
+
 # In the order in which their rewrites see a captured graph: a family whose pattern contains another's stands before it.
 FAMILIES: tuple[Family, ...] = (
     Family(
@@ -84,6 +97,7 @@ FAMILIES: tuple[Family, ...] = (
         transform="fused_padding",
         modules=("ReflectionPad2d", "ReplicationPad2d", "CircularPad2d"),
         functions=("pad",),
+        taking=_pads_with_its_own,
     ),
     Family(
         id="layer_norm",
@@ -113,6 +127,8 @@ FAMILIES: tuple[Family, ...] = (
         transform="depthwise_conv",
         modules=("Conv2d",),
         having=lambda conv: conv.groups > 1 and conv.groups == conv.in_channels == conv.out_channels,
+        functions=("conv2d",),
+        taking=_filters_channels,
     ),
     Family(
         id="grouped",
@@ -142,6 +158,20 @@ FAMILIES: tuple[Family, ...] = (
         transform="first_conv",
         modules=("Conv2d",),
         having=lambda conv: conv.groups == 1 and conv.in_channels == 3,
+    ),
+    Family(
+        id="few_channels",
+        replaces="conv2d and conv3d with fewer than 8 input channels in half precision, and the input's cast",
+        transform="few_channels_conv",
+        modules=("Conv2d", "Conv3d"),
+        having=lambda conv: conv.groups == 1 and conv.in_channels < 8,
+    ),
+    Family(
+        id="bias_add",
+        replaces="bias of a convolution, with the sum behind it, and the bias's gradient, channels_last",
+        transform="fused_bias_add",
+        modules=("Conv2d", "ConvTranspose2d", "Conv3d", "ConvTranspose3d"),
+        having=lambda conv: conv.bias is not None,
     ),
     Family(
         id="conv3x3",

@@ -34,6 +34,22 @@ def as_images(graph: fx.Graph) -> None:
     _without_round_trips(graph)
 
 
+def seen_as_image(node: fx.Node) -> None:
+    """Have all users take the view back of the image of this volume, for who works on images; unless the image is all that is taken."""
+    value = match.value(node)
+    if value is None or value.dim() != VOLUME or not _is_flat(node):
+        return
+    if all(image_of(user) is node for user in node.users):
+        return
+    users = list(node.users)
+    with node.graph.inserting_after(node):
+        image = _image(node.graph, node)
+    with node.graph.inserting_after(image):
+        back = _back(image, value)
+    for user in users:
+        user.replace_input_with(node, back)
+
+
 def image_of(node: Any) -> fx.Node | None:
     """The volume or signal that this node is the image of; None when it is no such view."""
     if not isinstance(node, fx.Node) or node.op != "call_function":
@@ -108,12 +124,7 @@ def _move(node: fx.Node, terms: list[fx.Node]) -> None:
         node.target, node.args, node.kwargs = F.adaptive_avg_pool2d, (images[terms[0]], (1, 1)), {}
     users = list(node.users)
     with graph.inserting_after(node):
-        back = (
-            graph.call_function(torch.unflatten, (node, 2, tuple(result.shape[2:4])))
-            if result.dim() == VOLUME
-            else graph.call_function(torch.squeeze, (node, 2))
-        )
-    back.meta.update({**node.meta, "image": True})
+        back = _back(node, result)
     node.meta["example_value"] = _viewed(result)
     for user in users:
         user.replace_input_with(node, back)
@@ -129,6 +140,17 @@ def _image(graph: fx.Graph, term: fx.Node) -> fx.Node:
     image = graph.call_function(call, (term, 2, 3) if value.dim() == VOLUME else (term, 2))
     image.meta.update({**term.meta, "example_value": _viewed(value)})
     return image
+
+
+def _back(image: fx.Node, value: torch.Tensor) -> fx.Node:
+    """The view back to `value`, at the insertion point."""
+    back = (
+        image.graph.call_function(torch.unflatten, (image, 2, tuple(value.shape[2:4])))
+        if value.dim() == VOLUME
+        else image.graph.call_function(torch.squeeze, (image, 2))
+    )
+    back.meta.update({**image.meta, "example_value": value, "image": True})
+    return back
 
 
 def _viewed(value: torch.Tensor) -> torch.Tensor:

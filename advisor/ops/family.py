@@ -97,6 +97,7 @@ class Family:
             graph can.
         functions: names in torch.nn.functional, or else in torch; a model without such a module is looked at when its forward
             calls one of these.
+        taking: of those calls only the ones with arguments for which this holds.
         deterministic: two runs on the same inputs are bit-equal.
         holds: what a pass holds while it runs beyond PyTorch's own, in words; empty for nothing that grows with the batch.
         captured: its operations stand in the graph of the model's forward, where `rewrite` finds them. Otherwise it has no
@@ -110,6 +111,7 @@ class Family:
     having: Callable[[Any], bool] | None = None
     restated: Callable[[Any], bool] | None = None
     functions: tuple[str, ...] = ()
+    taking: Callable[..., bool] | None = None
     deterministic: bool = True
     captured: bool = True
     holds: str = ""

@@ -499,7 +499,13 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
 
     `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
     """
-    from advisor.ops import consumers, dimensions, recomputation, weight_casts  # which read graphs through this module
+    from advisor.ops import (  # which read graphs through this module
+        concatenation,
+        consumers,
+        dimensions,
+        recomputation,
+        weight_casts,
+    )
     from advisor.ops.sites import install
 
     families = [family for family in catalog.FAMILIES if family.id in reports]
@@ -528,6 +534,8 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
             for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
                 _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)
         if mode is None:
+            for part in parts if families else ():
+                concatenation.keep_nhwc(part.graph)
             for part in parts:
                 install.install(part.graph)
             recomputation.as_written(graph_module)  # which compiles the checkpoints' bodies anew

@@ -116,6 +116,12 @@ class _Call:
     thread: int
 
 
+def subtracts_means(norm: torch.nn.Module, conv: torch.nn.Module) -> bool:
+    """Whether `norm`, behind `conv`, is a batch norm; or an instance norm, which matters for the convolution's bias alone."""
+    kinds = torch.nn.modules.batchnorm._BatchNorm, torch.nn.modules.instancenorm._InstanceNorm
+    return isinstance(norm, kinds if conv.bias is not None else kinds[:1])
+
+
 class Discovery:
     """Fills a Training. Registered as its first `on_step` listener, so that later listeners see the step's objects.
 
@@ -141,7 +147,7 @@ class Discovery:
         self._root_calls = 0
         self._grads: dict[int, list[torch.Tensor | None]] = {}
         self._depth = threading.local()
-        self._last_conv: tuple[int, torch.Tensor] | None = None
+        self._last_conv: tuple[torch.nn.Module, torch.Tensor] | None = None
         self._samples: Counter[int] = Counter()
         self._iterators: WeakKeyDictionary[Any, DataLoader[Any]] = WeakKeyDictionary()
         self._drawn: list[DataLoader[Any]] = []
@@ -427,11 +433,11 @@ class Discovery:
             value = args[0]
             seen.convs[id(module)] = ConvCall(tuple(value.shape), _weight_dtype(module, value), is_channels_last(value))
             if isinstance(output, torch.Tensor):
-                self._last_conv = (id(module), output)
-        elif isinstance(module, torch.nn.modules.batchnorm._BatchNorm) and self._last_conv is not None:
-            key, conv_output = self._last_conv
-            if args and args[0] is conv_output and key in seen.convs:
-                seen.convs[key].followed_by_bn = True
+                self._last_conv = (module, output)
+        elif self._last_conv is not None and subtracts_means(module, self._last_conv[0]):
+            conv, conv_output = self._last_conv
+            if args and args[0] is conv_output and id(conv) in seen.convs:
+                seen.convs[id(conv)].followed_by_bn = True
         if seen.autocast is None:
             kind = output.device.type if isinstance(output, torch.Tensor) else self.training.device.type
             seen.autocast = _autocast(kind)

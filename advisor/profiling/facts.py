@@ -19,7 +19,7 @@ from advisor.core.profile import ConvFact, InputStats, LayoutBreak, ModelFacts, 
 from advisor.profiling import layouts, ranks, settings
 from advisor.profiling.annotate import module_names
 from advisor.profiling.compiles import compiled_code_in_use, graph_breaks, is_compiled
-from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner
+from advisor.profiling.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner, subtracts_means
 from advisor.profiling.normalising import CHANNELS, tails
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import Training
@@ -258,8 +258,9 @@ def _convs(training: Training, seen: Observations) -> Iterator[ConvFact]:
             else:
                 # Not seen running (compiled, or out of this step): the order of registration is the order of most forwards.
                 following = leaves[position + 1] if position + 1 < len(leaves) else None
-                normed = (
-                    isinstance(following, nn.modules.batchnorm._BatchNorm)
+                normed = bool(
+                    following is not None
+                    and subtracts_means(following, module)
                     and following.num_features == module.out_channels
                 )
             yield ConvFact(

@@ -255,6 +255,11 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "cupy_passes": lambda p: _rows(p, cupy_rows.short_elementwise, lambda row: row.time_us),
     "fills": _kinds("memset"),
     "upsampling": _kinds("upsample"),
+    "padding": lambda p: _rows(
+        p,
+        lambda row: any(word in row.op for word in ("reflection_pad", "replication_pad", "_pad_circular")),
+        lambda row: row.time_us,
+    ),
     "concatenation": _kinds("concat"),
     "dropout": _kinds("dropout"),
     "losses": _kinds("loss"),
@@ -303,6 +308,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     ),
     "large_convolutions": _convs(lambda conv: max(conv.kernel, default=0) >= 7),
     "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
+    "biases": _convs(lambda conv: conv.bias and not conv.followed_by_bn),
     "biased_convolutions": _convs(lambda conv: conv.bias and conv.followed_by_bn),
     "transposed_convolutions": _convs(lambda conv: conv.transposed),
     "unaligned_convolutions": _convs(

@@ -21,6 +21,7 @@ from torch import distributed, fx
 from advisor.ops import match
 from advisor.profiling.attach import Attached
 from advisor.profiling.training import Training
+from advisor.transforms import numpy_flags
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of
@@ -295,6 +296,8 @@ def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
         _raise_limit()
         undo.push(_lower_limit)
         for module in modules:
+            undo.push(functools.partial(numpy_flags.release, module))
+            numpy_flags.hold(module)
             change(module, on)
             undo.push(lambda module=module: change(module, off))
     return undo

@@ -1,5 +1,8 @@
 """channels_last: convolution weights and the model's image inputs in NHWC, the layout tensor cores work in; those of 3-D convolutions in NDHWC.
 
+Signals [N, C, L] become images of one row: each 1-D convolution runs as a 2-D one that reads and gives NLC (keeping_nhwc.py), and its weight
+stays as it is.
+
 The values, parameter objects and optimizer stay the same; only strides change. Loses where convolutions are grouped and on
 networks of few channels, and in fp32 without TF32; so it is measured like everything else.
 
@@ -23,18 +26,20 @@ from typing import Any
 import torch
 
 from advisor.core.profile import StepProfile
-from advisor.core.units import percent_text
+from advisor.core.units import counted, percent_text
 from advisor.core.verdict import Check
 from advisor.profiling import layouts, ranks
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.graphs import calls
+from advisor.transforms.keeping_nhwc import keep_nhwc
 from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, replace_attribute, tensors_in
 from advisor.transforms.replay import replay
 from advisor.transforms.targets import replicated, targets
 
 _FLAT, _SOLID = (torch.nn.Conv2d, torch.nn.ConvTranspose2d), (torch.nn.Conv3d, torch.nn.ConvTranspose3d)
+_LINE = (torch.nn.Conv1d,)
 _CONVOLUTIONS = (*_FLAT, *_SOLID)
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 _FLATTENING = ("reshape", "flatten", "ravel")
@@ -52,14 +57,15 @@ class ChannelsLast(Transform):
         sites, unmatched = [], []
         for root in training.roots:
             for name, module in root.module.named_modules():
-                if isinstance(module, _CONVOLUTIONS):
-                    path, why_not = f"{root.name}.{name}" if name else root.name, _why_not(module)
+                if isinstance(module, (*_CONVOLUTIONS, *_LINE)):
+                    path = f"{root.name}.{name}" if name else root.name
+                    why_not = "" if isinstance(module, _LINE) else _why_not(module)
                     if why_not:
                         unmatched.append(f"{path}: {why_not}")
                     else:
                         sites.append(path)
         if not sites:
-            reason = "; ".join(unmatched[:3]) or "no 2-D or 3-D convolution modules"
+            reason = "; ".join(unmatched[:3]) or "no convolution modules"
             return Match(applies=False, reason=reason, unmatched=tuple(unmatched))
         # Of one dimension less: images of a detector, which stacks them itself; NHWC weights then make its first convolution's output so.
         wanted = {dim - less for root in training.roots for dim in _dims(root.module) for less in (0, 1)}
@@ -85,6 +91,7 @@ class ChannelsLast(Transform):
             replace_attribute(undo, torch.Tensor, "view", _tolerant_view(torch.Tensor.view, lay_back))
             for name in _FLATTENING:
                 replace_attribute(undo, torch.Tensor, name, _writable_view(getattr(torch.Tensor, name), lay_back))
+            keep_nhwc(undo)
             for target in targets(training):
                 if any(isinstance(module, _CONVOLUTIONS) for module in target.modules()):
                     stack = ForwardStack.of(target)
@@ -93,6 +100,9 @@ class ChannelsLast(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
+        line = sum(isinstance(module, _LINE) for root in training.roots for module in root.module.modules())
+        if line and all(_dims(root.module) <= {3} for root in training.roots):
+            return Check(passed=True, detail=f"{counted(line, '1-D convolution')} read and give NLC")
         if not _weights(training, converted=True) and not _fixed(training):
             return Check(passed=False, detail="no convolution weight is NHWC")
         if after is not None and any(row.kind == "conv" and row.layout for row in after.kernels):
@@ -144,7 +154,7 @@ def _is_nhwc(tensor: torch.Tensor) -> bool:
 def _dims(module: torch.nn.Module) -> frozenset[int]:
     """How many dimensions the inputs of its convolutions have: frames of a video that 2-D convolutions see one by one stay as they are."""
     modules = tuple(module.modules())
-    by_dim = {4: _FLAT, 5: _SOLID}
+    by_dim = {3: _LINE, 4: _FLAT, 5: _SOLID}
     return frozenset(dim for dim, kinds in by_dim.items() if any(isinstance(m, kinds) for m in modules))
 
 
@@ -209,7 +219,7 @@ def _with_strides(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tenso
 
 
 def _nhwc_inputs(inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
-    dims = _dims(module)
+    dims = _dims(module) & _FORMATS.keys()  # a signal is turned where it is convolved
 
     def to_nhwc(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dim() not in dims or not tensor.is_floating_point():

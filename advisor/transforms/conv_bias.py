@@ -1,12 +1,12 @@
-"""Leave out a convolution's bias where batch norm subtracts it again.
+"""Leave out a convolution's bias where batch norm, or instance norm, subtracts it again.
 
-In training mode the mean that batch norm subtracts contains the bias, so neither output nor gradients depend on it: the bias
+In training mode the mean that the norm subtracts contains the bias, so neither output nor gradients depend on it: the bias
 costs a pass over the output forward and one over the gradient backward for nothing. Here it is not added; the running mean gets
 its share back, so evaluation and checkpoints mean the same; and its gradient is exactly zero, what it is in exact arithmetic (the
 plain script has rounding noise there), so weight decay and momentum act on it as before. In evaluation mode nothing changes, nor while
 the batch norm averages cumulatively.
 
-Done only for a convolution whose output is seen to go to one batch norm and nowhere else, in a replay of the forward.
+Done only for a convolution whose output is seen to go to one such norm and nowhere else, in a replay of the forward.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ from advisor.transforms.replay import hooked, replaying
 from advisor.transforms.targets import UPDATES_COMPILED, data_parallel, sharded, targets
 
 _CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
-_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+_NORMS = (
+    torch.nn.BatchNorm1d,
+    torch.nn.BatchNorm2d,
+    torch.nn.BatchNorm3d,
+    torch.nn.InstanceNorm1d,
+    torch.nn.InstanceNorm2d,
+    torch.nn.InstanceNorm3d,
+)
 
 # Convolution → calls without its bias since `apply`.
 _calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
@@ -42,7 +49,7 @@ _found: WeakKeyDictionary[torch.nn.Module, list[_Pair]] = WeakKeyDictionary()
 
 
 class ConvBiasBeforeNorm(Transform):
-    """Skip biases that batch norm cancels."""
+    """Skip biases that batch norm and instance norm cancel."""
 
     id = "conv_bias"
     traced = False  # calls are counted
@@ -108,7 +115,7 @@ class ConvBiasBeforeNorm(Transform):
 
 @dataclass(slots=True, eq=False)
 class _Pair:
-    """A convolution and the batch norm that takes its output."""
+    """A convolution and the norm that takes its output."""
 
     name: str
     conv: Any
@@ -255,20 +262,20 @@ class _Uses:
         if self.calls != 1:
             return f"runs {self.calls} times in a forward pass"
         if norm is None:
-            return "no batch norm takes its output"
+            return "no batch or instance norm takes its output"
         if self.norms != 1 or self.others:
-            return "its output is used outside its batch norm too" + (f" ({self.others[0]})" if self.others else "")
+            return "its output is used outside its norm too" + (f" ({self.others[0]})" if self.others else "")
         if self.kept:
             return "its output is kept after the forward pass"
         if _averages_cumulatively(norm):
-            return "its batch norm averages cumulatively"
-        return "" if norm.training else "its batch norm is in evaluation mode"
+            return "its norm averages cumulatively"
+        return "" if norm.training else "its norm is in evaluation mode"
 
 
 def _watch_outputs(root: RootModule, convs: list[torch.nn.Module]) -> dict[torch.nn.Module, _Uses]:
     uses = {conv: _Uses() for conv in convs}
     live: dict[int, _Uses] = {}  # id(output) → its convolution's uses
-    inside: list[torch.nn.Module] = []  # the batch norm that is running
+    inside: list[torch.nn.Module] = []  # the norm that is running
     norm_calls: dict[torch.nn.Module, int] = {}
 
     def find(value: Any) -> _Uses | None:
@@ -310,7 +317,7 @@ def _watch_outputs(root: RootModule, convs: list[torch.nn.Module]) -> dict[torch
             for use in uses.values():
                 use.kept = use.output is not None and use.output() is not None
                 if use.norm is not None and norm_calls[use.norm] != 1:
-                    use.others.append("its batch norm runs more than once")
+                    use.others.append("its norm runs more than once")
             del output
     finally:
         for handle in handles:

@@ -26,7 +26,7 @@ from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import SUBMODULE, ForwardStack
-from advisor.transforms.losses import layout_losses
+from advisor.transforms.layout_losses import layout_losses
 from advisor.transforms.patch import all_or_nothing, target_of
 from advisor.transforms.replay import replay
 
@@ -54,7 +54,7 @@ class KernelTransform(Transform):
 
     def _sites(self, root: RootModule) -> list[str]:
         """The places in this root that may hold the family's pattern."""
-        return _modules(root.module, self.family) or _calls(root, self.family.functions)
+        return _modules(root.module, self.family) or _calls(root, self.family)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         if native.pending():  # here, and not in a step that is timed
@@ -157,25 +157,26 @@ def _paths(root: torch.nn.Module, family: Family) -> list[str]:
 
 
 class _Calls(TorchFunctionMode):
-    """Counts calls of functions."""
+    """Counts calls of a family's functions."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
+    def __init__(self, family: Family) -> None:
         super().__init__()
-        self.functions = {getattr(F if hasattr(F, name) else torch, name): name for name in names}
+        self.functions = {getattr(F if hasattr(F, name) else torch, name): name for name in family.functions}
+        self.taking = family.taking
         self.seen: dict[str, int] = {}
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = self.functions.get(function)
-        if name is not None:
+        if name is not None and (self.taking is None or self.taking(*args, **(kwargs or {}))):
             self.seen[name] = self.seen.get(name, 0) + 1
         return function(*args, **(kwargs or {}))
 
 
-def _calls(root: RootModule, names: tuple[str, ...]) -> list[str]:
+def _calls(root: RootModule, family: Family) -> list[str]:
     """Calls of `torch.nn.functional` in the root's own forward, for models that hold no module for an operation."""
-    if not names or not (root.args or root.kwargs):
+    if not family.functions or not (root.args or root.kwargs):
         return []
-    mode = _Calls(names)
+    mode = _Calls(family)
     try:
         with mode:
             replay(root, hooks=False)

@@ -12,6 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.ops import catalog, consumers, dispatch, match
+from advisor.profiling.training import RootModule, Training
+from advisor.transforms.channels_last import ChannelsLast
 
 FAMILIES = ("batchnorm_act", "group_norm", "bias_act", "pooling", "volume_pooling")
 
@@ -188,3 +190,63 @@ def test_group_norm_takes_parameters_in_half_precision(emulated, dtype: torch.dt
     for mine, want in zip(got, [z, *torch.autograd.grad(z, wide, dy.double())], strict=True):
         assert mine.dtype == dtype
         torch.testing.assert_close(mine.double(), want, rtol=2e-2, atol=5e-2)
+
+
+class Signals(nn.Module):
+    """A block of a ResNet of signals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.bn = nn.Conv1d(4, 8, 5, 2, 2, bias=False), nn.BatchNorm1d(8)
+        self.conv, self.bn2 = nn.Conv1d(8, 8, 3, padding=1, bias=False), nn.BatchNorm1d(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.bn(self.stem(x)))
+        return F.relu(self.bn2(self.conv(x)) + x)
+
+
+@pytest.mark.usefixtures("readable_graphs")
+def test_signals_in_channels_last_find_the_kernels_of_images(emulated) -> None:
+    torch.manual_seed(0)
+    model = Signals().train()
+    plain, x = copy.deepcopy(model), torch.randn(3, 4, 16)
+    training = Training(device=torch.device("cpu"), roots=[RootModule(module=model, name="Net", args=(x,))])
+    undo = ChannelsLast().apply(training, {})
+    run, reports = captured(model, ("batchnorm_act",))
+    dispatch.clear()
+    got = trained(model, run, x)
+    assert reports["batchnorm_act"].matched == {"bn": "bn+relu", "bn2": "bn+add+relu"}
+    assert not catalog.get("batchnorm_act").fell_back
+    undo.run()
+    for mine, want in zip(got, trained(plain, plain, x), strict=True):
+        torch.testing.assert_close(mine, want, rtol=1e-3, atol=1e-5)
+
+
+class Half(nn.Module):
+    """As a CIFAR speedrun's: all of it in fp16, norms and their statistics too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.bn, self.last = nn.Conv2d(3, 16, 3, bias=False), nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.gelu(self.bn(self.conv(x)))
+        return F.relu(self.last(x) + x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.usefixtures("readable_graphs")
+def test_a_net_that_is_half_as_a_whole_finds_the_kernels_of_batch_norm(emulated, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model = Half().to(dtype).to(memory_format=torch.channels_last).train()
+    with torch.no_grad():
+        model.bn.weight.uniform_(0.5, 1.5)
+    plain, x = copy.deepcopy(model).double(), torch.randn(4, 3, 8, 8).to(dtype).to(memory_format=torch.channels_last)
+    run, reports = captured(model, ("batchnorm_act",))
+    dispatch.clear()
+    got = trained(model, run, x)
+    assert reports["batchnorm_act"].matched == {"bn": "bn+gelu", "last": "bn+add+relu"}
+    assert sum(catalog.get("batchnorm_act").engaged.values()) == 2
+    assert {buffer.dtype for name, buffer in model.named_buffers() if "running" in name} == {dtype}
+    for mine, want in zip(got, trained(plain, plain, x.double()), strict=True):
+        torch.testing.assert_close(mine.double(), want.double(), rtol=3e-2, atol=5e-2)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from advisor.analysis.conv import dense_3x3, narrow_3x3, pointwise_before_norm, strided_pointwise
+from advisor.analysis.conv import dense_3x3, narrow_3x3, pointwise_before_norm, strided_pointwise, unnormed_bias
 from advisor.analysis.predictions.basis import (
     Predictor,
     bytes_us,
@@ -24,7 +24,9 @@ from advisor.analysis.view import (
     is_groupnorm,
     is_layernorm,
     is_own,
+    is_padding,
     is_strict_fp32,
+    is_volume_pooling,
     parent,
 )
 from advisor.analysis.whatif import Change, Saving, Step
@@ -217,6 +219,16 @@ def _first_convolution(view: View) -> list[KernelRow]:
     return list(filter(view.conv(lambda g: g.in_channels == 3), view.rows))
 
 
+def _few_channels(view: View) -> list[KernelRow]:
+    """Those that are not the first convolutions' above."""
+
+    def wanted(geometry: Geometry) -> bool:
+        return geometry.groups == 1 and geometry.in_channels < 8 and not geometry.transposed
+
+    chosen = view.conv(wanted)
+    return [row for row in view.rows if chosen(row)]
+
+
 def _narrow(view: View) -> list[KernelRow]:
     """Between 128 channels and 128 the gradients of weights alone, as far as kernels are named after them."""
 
@@ -278,21 +290,13 @@ def pointwise_conv(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     return Change(worst=Saving(), best=best, basis=f"{first.basis}; {second.basis}")
 
 
-_PADS = ("aten::reflection_pad2d", "aten::replication_pad2d", "aten::_pad_circular")
-
-
-def _is_padding(row: KernelRow) -> bool:
-    """With an image's own values, and its gradient."""
-    return row.op.startswith(_PADS)
-
-
 def _is_groupnorm(row: KernelRow) -> bool:
     """Of images and volumes."""
     return is_groupnorm(row) and not row.module_type.endswith("1d")
 
 
-def _is_volume_pooling(row: KernelRow) -> bool:
-    return row.kind == "pool" and "pool3d" in row.op and "adaptive" not in row.op
+def _biases(view: View) -> list[KernelRow]:
+    return [row for row in view.rows if trained(row) and not is_own(row) and unnormed_bias(view, row)]
 
 
 def _bias_and_activation(view: View) -> list[KernelRow]:
@@ -301,13 +305,14 @@ def _bias_and_activation(view: View) -> list[KernelRow]:
 
 # What is fused everywhere it is found has a prediction of its own above.
 fused_bn_max_pool = _kernel_family(_of(lambda row: row.kind == "pool"), "pooling", merged=POOL_MERGED)
-fused_pooling = _kernel_family(_of(lambda row: row.kind == "pool" and not _is_volume_pooling(row)), "pooling")
+fused_pooling = _kernel_family(_of(lambda row: row.kind == "pool" and not is_volume_pooling(row)), "pooling")
 fused_upsample = _kernel_family(_of(lambda row: row.kind in ("upsample", "concat")), "upsampling and its concat")
 fused_layer_norm = _kernel_family(_of(is_layernorm), "layer normalisation")
 fused_group_norm = _kernel_family(_of(_is_groupnorm), "group normalisation of images and volumes")
-fused_padding = _kernel_family(_of(_is_padding), "padding with an image's own values")
-fused_volume_pooling = _kernel_family(_of(_is_volume_pooling), "pooling of volumes")
+fused_padding = _kernel_family(_of(is_padding), "padding with an image's own values")
+fused_volume_pooling = _kernel_family(_of(is_volume_pooling), "pooling of volumes")
 fused_squeeze_excite = _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED)
+fused_bias_add = _kernel_family(_biases, "biases of convolutions and their gradients")
 fused_bias_act = _kernel_family(
     _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED
 )
@@ -318,6 +323,7 @@ fft_conv = _kernel_family(_large_dense, "dense fp32 convolutions with large taps
 exact_conv = _kernel_family(_strict_dense, "strict fp32 convolutions", merged=EXACT_BEST, most=EXACT_BEST)
 depthwise_conv = _kernel_family(_depthwise, "depthwise convolutions")
 first_conv = _kernel_family(_first_convolution, "convolutions of three channels", most=FIRST_CONV_BEST)
+few_channels_conv = _kernel_family(_few_channels, "convolutions of fewer than eight channels", most=FIRST_CONV_BEST)
 conv3x3 = _kernel_family(_narrow, "3x3 convolutions between few channels", most=NARROW_BEST)
 strided_conv = _kernel_family(
     _strided, "1x1 convolutions of stride 2, short or between few channels", most=STRIDED_BEST

@@ -11,7 +11,7 @@ from torch import fx
 from torch._ops import HigherOrderOperator
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, moments, storage
+from advisor.ops import consumers, dispatch, match, moments, storage
 from advisor.ops.batchnorm_act import api, spec
 
 _PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
@@ -33,6 +33,7 @@ class BatchNorm:
     eps: float
     dtype: str
     joined: bool  # some of its rows are taken for one
+    narrow: bool = False  # its parameters and statistics are in half precision
 
     @property
     def variant(self) -> str:
@@ -70,8 +71,11 @@ class _Pattern:
         return spec.name(self.activation, self.residual is not None)
 
 
-def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
-    """The call's arguments, or why it is left alone. `joins`: in training rows may be taken for one, where channels are no whole vectors."""
+def batch_norm(node: fx.Node, *, joins: bool = False, widens: bool = False) -> BatchNorm | str:
+    """The call's arguments, or why it is left alone.
+
+    `joins`: in training rows may be taken for one, where channels are no whole vectors. `widens`: parameters may be in half precision.
+    """
     bound = match.bound(node, _PARAMETERS, _DEFAULTS)
     training, momentum = bound["training"], bound["momentum"]
     if not isinstance(training, bool):
@@ -83,14 +87,18 @@ def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
         if training and any(statistics):
             return "momentum is None (cumulative average)"
         momentum = 0.0
+    dtypes = set()
     for name in ("weight", "bias", "running_mean", "running_var"):
         if bound.get(name) is None:
             continue
         value = match.value(bound[name])
         if value is None:
             return f"{name} is not known"
-        if value.dtype != torch.float32:
+        if value.dtype not in ((torch.float32, *consumers.HALF) if widens else (torch.float32,)):
             return f"{name} is {value.dtype}"
+        dtypes.add(value.dtype)
+    if len(dtypes) > 1:
+        return "its parameters and statistics differ in dtype"
     x = match.value(bound["input"])
     if x is None:
         return "its input is not known"
@@ -120,6 +128,7 @@ def batch_norm(node: fx.Node, *, joins: bool = False) -> BatchNorm | str:
         float(bound["eps"]),
         dtype,
         joined,
+        narrow=bool(dtypes - {torch.float32}),
     )
 
 
@@ -153,7 +162,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = batch_norm(node, joins=True), match.path(node)
+        norm, path = batch_norm(node, joins=True, widens=not compiled), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
         elif isinstance(norm, BatchNorm) and norm.shared and compiled:
@@ -191,6 +200,9 @@ def _substitute(
     running: list[tuple[fx.Node, fx.Node, int]] = []
     # At the norm's own place where all it takes is known there: who reads the statistics next finds them updated.
     with graph.inserting_before(last if pattern.residual is not None else norm.node):
+        if norm.narrow:
+            tensors = (*tensors[:2], *(_widened(graph, tensor) for tensor in tensors[2:]))
+            arguments = (*tensors, *arguments[len(tensors) :])
         if not norm.training:
             fused = graph.call_function(
                 api.frozen_batchnorm_act, (*tensors, norm.eps, pattern.activation, pattern.slope)
@@ -201,8 +213,17 @@ def _substitute(
             running += norm.updated_by(statistics)
         else:
             fused = graph.call_function(api.batchnorm_act, arguments)
+        if norm.narrow and norm.training:
+            for buffer, updated in zip((norm.running_mean, norm.running_var), tensors[2:4], strict=True):
+                if buffer is not None:
+                    graph.call_method("copy_", (buffer, updated))
     match.replace(last, fused, pattern.nodes[-2::-1])
     return running
+
+
+def _widened(graph: fx.Graph, tensor: fx.Node | None) -> fx.Node | None:
+    """A parameter or statistic in fp32, as kernels read it: a net that is half as a whole has them in fp16. Its gradient is cast back."""
+    return None if tensor is None else graph.call_method("float", (tensor,))
 
 
 def finish(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -347,3 +348,27 @@ def test_hooks_run_where_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> N
     stepped(net)
     assert seen
     undo.run()
+
+
+def test_a_flag_of_numpys_does_not_end_the_graph() -> None:
+    """Nor is it lost when captures go, in whatever order."""
+
+    class Flagged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.odd = nn.Conv2d(3, 8, 3), np.mod(3, 2) == 1
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.conv(x)
+            return y[:, :, 1:] if self.odd else y
+
+    torch._dynamo.reset()
+    model, x = Flagged().train(), torch.randn(2, 3, 5, 5)
+    first, second = capture.set_family([model], "bias_act"), capture.set_family([model], "pooling")
+    counters.clear()
+    assert model(x).shape == (2, 8, 2, 3)
+    assert counters["stats"]["unique_graphs"] == 1
+    first.run()
+    assert model.odd is True  # the other capture is on
+    second.run()
+    assert type(model.odd) is np.bool_

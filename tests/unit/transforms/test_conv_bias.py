@@ -133,14 +133,14 @@ class Repeated(Base):
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
-        (Twice, "outside its batch norm"),
-        (Detached, "outside its batch norm"),
+        (Twice, "outside its norm"),
+        (Detached, "outside its norm"),
         (Kept, "kept after"),
         (InPlace, "no batch norm takes|outside"),
-        (NoNorm, "no batch norm"),
+        (NoNorm, "no batch or instance norm"),
         (Evaluating, "evaluation mode"),
         (Cumulative, "cumulatively"),
-        (Shared, "outside its batch norm"),
+        (Shared, "outside its norm"),
         (Repeated, "runs 2 times"),
     ],
 )
@@ -297,3 +297,30 @@ def test_a_sharded_bias_stays() -> None:
     match = ConvBiasBeforeNorm().match(make_loop(model=sharded_net).training, {})
     assert not match.applies
     assert "its parameters are sharded" in match.reason
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_an_instance_norm_takes_the_bias_out_as_well(tracking: bool) -> None:
+    class Styled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.next = nn.Conv2d(3, 8, 3), nn.Conv2d(8, CLASSES, 1)
+            self.bn = nn.InstanceNorm2d(8, affine=True, track_running_stats=tracking)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.next(F.relu(self.bn(self.conv(x)))).mean((2, 3))
+
+    loop, plain = twins(model=Styled)
+    transform = ConvBiasBeforeNorm()
+    match = transform.match(loop.training, {})
+    assert match.sites == ("Styled.conv",)
+    assert names(match.unmatched) == ["Styled.next"]
+    undo = transform.apply(loop.training, {})
+    with torch.no_grad():
+        for net in (loop.model, plain.model):
+            net.conv.bias.add_(torch.linspace(-1, 1, 8))
+    torch.testing.assert_close(loop.run(3), plain.run(3), rtol=1e-5, atol=1e-6)
+    assert_close(values(loop), values(plain), 1e-4)
+    assert transform.effect(loop.training, None, None).passed
+    assert torch.count_nonzero(loop.model.conv.bias.grad) == 0
+    undo.run()

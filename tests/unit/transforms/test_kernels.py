@@ -77,6 +77,28 @@ def test_it_matches_functions_where_no_module_tells(fused, gpu) -> None:
     assert torch.equal(loop.model.mean, before)  # looking leaves no trace
 
 
+class Blurred(nn.Module):
+    """Before it takes every second pixel, with a filter that is no parameter; padded by itself once, and by zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+        self.register_buffer("blur", torch.ones(8, 1, 3, 3) / 9)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.conv2d(
+            F.pad(self.conv(F.pad(x, (1, 1, 1, 1))), (1, 1, 1, 1), mode="reflect"), self.blur, groups=8, stride=2
+        )
+        return self.head(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize(("transform", "site"), [("depthwise_conv", "conv2d() x 1"), ("fused_padding", "pad() x 1")])
+def test_of_a_functions_calls_those_count_that_a_family_takes(gpu, transform: str, site: str) -> None:
+    with dispatch.everything():
+        found = registry.get(transform).match(on_gpu(make_loop(model=Blurred)).training, {})
+    assert found.sites == (site,)
+
+
 def test_functions_are_put_in_place_in_a_model_whose_calls_nobody_saw(fused) -> None:
     loop = make_loop(model=Functional)
     for root in loop.training.roots:

@@ -1,0 +1,93 @@
+"""What the bias (+ add) kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from advisor.ops import channel_tiles, dispatch
+from advisor.ops.channel_tiles import Geometry
+from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+
+FORWARD = "bias_add/bias_add_forward.cu"
+BACKWARD = "bias_add/bias_add_backward.cu"
+KERNELS = {FORWARD: ("bias_add_forward",), BACKWARD: ("bias_add_backward",)}
+
+# As the passes of bias_act, which were measured: sums by one block an SM of many rows, flat passes by short blocks.
+THREADS, UNROLL = 512, 4
+FLAT_THREADS, FLAT_UNROLL = 128, 1
+MAX_TILE = channel_tiles.WIDEST_PIECE
+TUNABLE = {"UNROLL": (2, 4, 8), "FLAT_UNROLL": (1, 2, 4)}
+
+
+def name(*, residual: bool) -> str:
+    """`bias`, `bias+add`."""
+    return "bias+add" if residual else "bias"
+
+
+def wins(*, residual: bool, nbytes: int) -> str:
+    """Why PyTorch's own operations are left in place; empty where the kernels win. `nbytes`: of the convolution's result."""
+    return dispatch.UNMEASURED
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes at some size."""
+    return tuple(
+        (name(residual=residual), dtype)
+        for residual in (False, True)
+        for dtype in STORAGE
+        if not wins(residual=residual, nbytes=1 << 40)
+    )
+
+
+INFERRED: tuple[Inferred, ...] = ()
+SIZES_ASKED = ""
+
+
+def unsupported(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
+    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
+    if arch < MIN_ARCH:
+        return f"sm_{arch} is older than sm_{MIN_ARCH}"
+    if dtype not in STORAGE:
+        return f"dtype {dtype}"
+    if len(shape) != 4:
+        return f"{len(shape)}-D input"
+    if not math.prod(shape):
+        return "an empty tensor"
+    if not channels_last:
+        return "input is not channels_last"
+    if shape[1] % vector_width(dtype):
+        return f"{shape[1]} channels are no multiple of {vector_width(dtype)}"
+    return "2^31 vectors or more" if math.prod(shape) // vector_width(dtype) >= 2**31 else ""
+
+
+def defines(source: str, dtype: str, *, residual: bool = False) -> dict[str, int]:
+    """Macros of one variant."""
+    found = {"STORAGE": STORAGE[dtype]}
+    if source == FORWARD:
+        return {**found, "RESIDUAL": int(residual), "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
+    return {**found, "THREADS": THREADS, "MAX_TILE": MAX_TILE, "BLOCKS": 1, "UNROLL": UNROLL}
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant."""
+    return tuple(
+        defines(source, dtype, residual=residual)
+        for dtype in STORAGE
+        for residual in ((False, True) if source == FORWARD else (False,))
+    )
+
+
+@lru_cache(maxsize=4096)
+def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> Geometry:
+    """Launch geometry of the sums."""
+    vectors = channels // vector_width(dtype)
+    return channel_tiles.geometry(
+        rows, vectors, threads=THREADS, unroll=UNROLL, blocks=sm_count, tile=channel_tiles.piece(vectors)
+    )
+
+
+def bytes_moved(*, elements: int, itemsize: int, residual: bool) -> tuple[int, int]:
+    """Bytes that the forward and the backward must move."""
+    return elements * itemsize * (3 if residual else 2), elements * itemsize
