@@ -103,7 +103,7 @@ def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     if profile.memory.peak_allocated_bytes:
         lines.append(f"- Peak memory: {bytes_text(profile.memory.peak_allocated_bytes)}")
     if not profile.complete:
-        lines.append("- This run is incomplete: it holds what was gathered before the script ended.")
+        lines.append("- This run is incomplete: the script ended before everything was measured.")
     causes = breakdown.causes(profile)
     if causes:
         lines += ["", "| where the time goes | time | share | of limit |", "|---|---:|---:|---:|"]

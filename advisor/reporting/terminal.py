@@ -285,9 +285,9 @@ def _notes(page: Page, profile: StepProfile) -> list[str]:
             text += f"; {100 * cost.coverage_frac:.1f} % of launches have a device record"
         lines += page.wrap(text + ".", 2, "dim")
     if profile.environment.shared_gpu:
-        lines += page.wrap("Another process used this GPU during the run: times are not to be trusted.", 2, "yellow")
+        lines += page.wrap("Another process used this GPU during the run. Do not trust the times.", 2, "yellow")
     if not profile.complete:
-        lines += page.wrap("This run is incomplete: it holds what was gathered before the script ended.", 2, "yellow")
+        lines += page.wrap("This run is incomplete: the script ended before everything was measured.", 2, "yellow")
     for note in (*profile.notes, *profile.environment.notes):
         lines += page.wrap(wording.sentence(note), 2, "dim")
     return [page.heading("Notes"), *lines] if lines else []
@@ -354,9 +354,9 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
             lines.append(line + painted)
             lines += page.wrap(reason, 6, "dim", first=4)
     if any(v.predicted is not None or v.gain is not None for v in log.verdicts):
-        text = "Predicted: share of the step as profiled for the round that the change would save."
+        text = "Predicted: the share of the step that the change would save, as profiled for its round."
         if percent := wording.confidence(log):
-            text += f" Measured: share of the step at that point, {percent} interval."
+            text += f" Measured: the share that it saved, {percent} interval."
         lines += page.wrap(text, 2, "dim")
     return lines
 

@@ -81,8 +81,8 @@ def test_sections_and_findings(applied):
         "no activation follows 1 place layer1.0.downsample.1",
         "idle: waiting for copies",
         "train_imagenet.py:81",
-        "5 quiet: looked at and in order",
-        "2 not evaluated: something they need is missing",
+        "5 quiet rules: nothing found",
+        "2 rules not evaluated: something is missing",
         "comm_exposed_frac: needs more than one process",
         "Not available (NVML refused throttle reasons (not supported)): throttled_frac",
         "Launches with a device record99.8 %",
@@ -173,7 +173,7 @@ def test_a_finding_says_the_whole_command_that_tries_it(applied):
 
 def test_on_a_cpu_an_operator_is_named_once():
     text = report_html(samples.cpu_run(), None, None)
-    assert "One row for each operator, module, phase" in text
+    assert "One row is one operator of a module, phase" in text
     assert "One row for each kernel, operator, module" in report_html(samples.resnet50(), None, None)
 
 
