@@ -5,7 +5,8 @@ Here a kernel writes the scalar into pinned memory behind the step, and a number
 compared or otherwise needed; then the host waits for what is left. The numbers are bit-equal.
 
 Only at call sites whose source proves that the value cannot leave as anything but a plain number (`scalar_flow`): accumulated in
-local names, or given to the `update` of a meter whose attributes are then read as plain numbers (`meters`); in the functions that run the
+local names, given to the `update` of a meter whose attributes are then read as plain numbers (`meters`), or kept in a list or dictionary of
+the function's own that gives none away (`containers`); in the functions that run the
 step, and in the script's own that these call. A value that is only asked whether it is finite, to end the program where it is not, is
 asked before the optimizer's step. Other sites are listed with the reason. What gains nothing: scripts that print the value in each step.
 """

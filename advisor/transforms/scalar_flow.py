@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+from advisor.transforms.containers import Containers
 from advisor.transforms.meters import Meter, meter_of
 from advisor.transforms.source import NESTED, Resolve, Scope, lines_of
 from advisor.transforms.uses import (
@@ -29,7 +30,6 @@ from advisor.transforms.uses import (
 
 _SPIES = frozenset({"locals", "vars", "exec", "eval", "globals", "dir"})
 _TESTS = frozenset({"isfinite", "isnan", "isinf"})
-_SUMS = frozenset({"mean", "sum", "median", "std", "var", "array", "asarray", "nanmean"})
 _COPIES = frozenset({"cpu", "numpy", "tolist"})
 COPIES = "copies a tensor to the host, which waits; what is done with it there needs it"
 
@@ -77,6 +77,7 @@ class _Analysis:
         self.own: list[ast.AST] = []
         self.foreign: set[str] = set()  # names that nested scopes read, or that live elsewhere
         self._collect(scope)
+        self.containers = Containers(self.own, self.parents, self.foreign, resolve)
 
     def _collect(self, scope: Scope) -> None:
         stack: list[ast.AST] = [scope]
@@ -206,7 +207,8 @@ class _Analysis:
         meter = self._meter_call(self._top(node))
         if meter is not None:
             return meter if isinstance(meter, str) else ""
-        if self._guards(node) or self._kept(self._top(node)) or self._returned(self._top(node)):
+        top = self._top(node)
+        if self._guards(node) or self.containers.kept(top) or self._returned(top) or self.containers.added_up(top):
             return ""
         return "its value is needed at once, or leaves the function"
 
@@ -226,42 +228,6 @@ class _Analysis:
         found = self.may_return and isinstance(self.parents.get(node), ast.Return)
         self.returns |= found
         return found
-
-    def _kept(self, node: ast.AST) -> bool:
-        """Whether `node` is put into a list of the function's own of which it only makes means, sums and counts."""
-        call = self.parents.get(node)
-        if not (
-            isinstance(call, ast.Call)
-            and isinstance(call.func, ast.Attribute)
-            and call.func.attr == "append"
-            and call.args == [node]
-            and isinstance(self.parents.get(call), ast.Expr)
-            and isinstance(call.func.value, ast.Name)
-        ):
-            return False
-        name = call.func.value.id
-        if name in self.foreign or type(self.resolve(call.func.value)) is not list:
-            return False
-        loads = [n for n in self.own if isinstance(n, ast.Name) and n.id == name and isinstance(n.ctx, ast.Load)]
-        return all(map(self._sums_up, loads))
-
-    def _sums_up(self, name: ast.AST) -> bool:
-        """Whether a list is used there without one of its values being given away."""
-        node = name
-        above = self.parents[node]
-        if isinstance(above, ast.Attribute) and above.attr in ("append", "clear"):
-            return True
-        if isinstance(above, ast.Subscript) and isinstance(above.slice, ast.Slice):
-            node, above = above, self.parents[above]
-        if isinstance(above, (ast.If, ast.While)) and above.test is node:
-            return True
-        if not (isinstance(above, ast.Call) and above.args[:1] == [node]):
-            return False
-        if isinstance(above.func, ast.Name):
-            return above.func.id in ("sum", "len") and self.resolve(above.func) is None
-        numpy: Any = sys.modules.get("numpy")
-        found = isinstance(above.func, ast.Attribute) and above.func.attr in _SUMS
-        return found and numpy is not None and self.resolve(above.func.value) is numpy  # type: ignore[attr-defined]
 
     def _guards(self, node: ast.AST) -> bool:
         """Whether `node` is only asked if it is finite, by an `if` whose one branch ends the program."""
@@ -308,6 +274,8 @@ class _Analysis:
             for node in self.own:
                 if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in tainted:
                     target, statement = self._target(node), self._statement(node)
+                    if statement is not None and self.containers.added_up(self._top(node)):
+                        statements[id(statement)] = statement
                     if target is None or target in bad or statement is None:
                         continue
                     statements[id(statement)] = statement
@@ -345,8 +313,9 @@ class _Analysis:
                 or self._guards(node)
                 or self._looks(node)
                 or self._at_the_end(node)
-                or self._kept(node)
+                or self.containers.kept(node)
                 or self._returned(node)
+                or self.containers.added_up(node)
             ):
                 continue
             return f"leaves the function on line {node.lineno}"
@@ -360,7 +329,11 @@ class _Analysis:
             top, statement = self._top(node), self._statement(node)
             if top is node or not isinstance(statement, (ast.Assign, ast.AugAssign, ast.Expr)):
                 continue
-            if self._target(node) is None and not isinstance(self._meter_call(top), Meter):
+            if (
+                self._target(node) is None
+                and not isinstance(self._meter_call(top), Meter)
+                and not self.containers.added_up(top)
+            ):
                 lines |= lines_of(statement)
         return lines
 

@@ -327,3 +327,39 @@ def test_what_a_step_returns_to_a_caller_that_keeps_it_is_read_at_once() -> None
     found = loop(Stepper(switch))
     assert all(type(value) is float for value in found.values())
     assert "needed at once, or leaves the function" in switch.refused()
+
+
+def by_name(switch: Switch, steps: int = 9) -> list[Any]:
+    totals, told = {"loss": 0.0, "hits": 0}, []
+    for i in range(steps):
+        switch()
+        totals["loss"] += torch.tensor(0.3 * i).item() * 2
+        hits = torch.tensor(i).item()
+        totals["hits"] += hits
+        if i % 4 == 3:
+            told.append(f"{totals['loss'] / 4:.4f} {totals['hits']}")
+            totals["loss"] = 0.0
+    told.append(totals["loss"] / 4)
+    return told
+
+
+def given_away(switch: Switch, steps: int = 5) -> dict[str, float]:
+    totals = {"loss": 0.0}
+    for i in range(steps):
+        switch()
+        totals["loss"] += torch.tensor(0.3 * i).item()
+    return totals
+
+
+def test_sums_in_a_dictionary() -> None:
+    switch, expected = Switch(), by_name(Switch(on=False))
+    assert by_name(switch) == expected
+    assert defer_sync._counts["deferred"] == 14
+    assert (
+        DeferSync().effect(switch.loop.training, None, None).numbers["waited"] == 5
+    )  # two are shown twice, one at the end
+    switch.undo.run()
+    switch, plain = Switch(), given_away(Switch(on=False))
+    found = given_away(switch)
+    assert found == plain
+    assert type(found["loss"]) is float
