@@ -53,6 +53,8 @@ _CARRIED = frozenset(
         "h2d_gbps",
         "h2d_copies",
         "d2h_copies",
+        "h2d_bytes",
+        "d2h_bytes",
         "comm_exposed_frac",
         "world_size",
         "cupy_kernel_frac",

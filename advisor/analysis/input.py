@@ -123,6 +123,8 @@ def _copies(view: View, table: MetricTable) -> None:
     if not view.profile.cost.traced_steps and not view.profile.copies:
         return
     table.set("h2d_copies", sum(c.calls for c in h2d))
+    table.set("h2d_bytes", moved)
+    table.set("d2h_bytes", sum(c.bytes for c in view.profile.copies if c.kind == "d2h"))
     table.set("d2h_copies", sum(c.calls for c in view.profile.copies if c.kind == "d2h"))
     if view.step_us > 0:
         table.set("h2d_frac", time / view.step_us)

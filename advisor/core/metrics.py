@@ -344,6 +344,8 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("h2d_gbps", "gbps", "host-to-device bandwidth while copying", _GPU),
     _n("h2d_copies", "count", "host-to-device copies per step", _GPU),
     _n("d2h_copies", "count", "device-to-host copies per step", _GPU),
+    _n("d2h_bytes", "bytes", "bytes copied from device to host per step", _GPU),
+    _n("h2d_bytes", "bytes", "bytes copied from host to device per step", _GPU),
     _f("moved_unchanged", "batches are moved to the GPU as the loader yields them"),
     _n("input_fp32_bytes", "bytes", "bytes per batch copied as fp32"),
     _t(
