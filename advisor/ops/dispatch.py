@@ -66,7 +66,7 @@ def in_fp16(names: tuple[str, ...]) -> Inferred:
 engaged: dict[str, Counter[str]] = {}
 fell_back: dict[str, Counter[str]] = {}
 
-_forced = 0
+_forced = _none = 0
 
 
 def counters(family: str) -> tuple[Counter[str], Counter[str]]:
@@ -85,14 +85,29 @@ def everything() -> Iterator[None]:
         _forced -= 1
 
 
+@contextmanager
+def nothing() -> Iterator[None]:
+    """Inside, every call runs PyTorch's own operations, which kernels are held against; no counter moves."""
+    global _none
+    before = [(counter, counter.copy()) for counter in (*engaged.values(), *fell_back.values())]
+    _none += 1
+    try:
+        yield
+    finally:
+        _none -= 1
+        for counter, counts in before:
+            counter.clear()
+            counter.update(counts)
+
+
 def refusal(unsupported: str, wins: str) -> str:
     """Why a call runs PyTorch's own operation; empty when the kernels take it.
 
     Args:
         unsupported: what `spec.unsupported` says, empty when the kernels can take the call.
-        wins: what `spec.wins` says, empty where they are measured to be faster. Not asked inside `everything()`.
+        wins: what `spec.wins` says, empty where they are measured to be faster. Not asked inside `everything()` and `nothing()`.
     """
-    return unsupported or ("" if _forced else wins)
+    return unsupported or ("held against the kernels" if _none else "" if _forced else wins)
 
 
 def forced() -> bool:

@@ -79,7 +79,9 @@ class Tail:
         Made by the tail itself from an image of all bytes, and held against what it makes of random ones.
         """
         every = torch.arange(256, dtype=torch.uint8).expand(channels, 1, 256)
-        random = torch.randint(256, (channels, 3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+        random = torch.randint(
+            256, (channels, 3, 5), dtype=torch.uint8, generator=torch.Generator().manual_seed(0), device="cpu"
+        )
         try:
             table, check = (self.run(self._image(pixels)) for pixels in (every, random))
         except Exception:  # three means for one channel, say: the script's own error, should it come to that
@@ -99,7 +101,9 @@ class Tail:
             Whatever the transforms raise.
         """
         image = self._image(
-            torch.randint(256, tuple(shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+            torch.randint(
+                256, tuple(shape), dtype=torch.uint8, generator=torch.Generator().manual_seed(0), device="cpu"
+            )
         )
         threads = torch.get_num_threads()
         torch.set_num_threads(1)

@@ -56,6 +56,16 @@ class CaptureLayer:
             run = self._rewritten[graph] = match.backend(self.reports, mode=None)(match.twin(graph), ())
         return run
 
+    @contextlib.contextmanager
+    def running(self, how: Callable[[fx.GraphModule], Callable[..., Any]]) -> Iterator[None]:
+        """Inside, graphs that are rewritten by now run as `how` makes them run, in place of their own forward."""
+        before = dict(self._rewritten)
+        self._rewritten.update({graph: how(cast(Any, run).__self__) for graph, run in before.items()})
+        try:
+            yield
+        finally:
+            self._rewritten.update(before)
+
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         shared = cast(_Captured, inner)  # `_install` puts it there
         plain = shared.inner

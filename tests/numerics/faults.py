@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from advisor.core.findings import Semantics
 from advisor.transforms.autocast import AutocastBf16
+from numerics.large import Bottleneck
 from numerics.loops import Change, Loop, Switch, named
 from numerics.nets import Basic, Basic3d, Mixer, Residual1d, Scales, Separable
 from numerics.right import patched, put_on
@@ -63,12 +64,12 @@ def of_input(change: Callable[[Tensor], Tensor]) -> Make:
 
 
 def zeroed_rows(y: Tensor) -> Tensor:
-    kept = torch.arange(len(y)) < (len(y) + 1) // 2
+    kept = torch.arange(len(y), device=y.device) < (len(y) + 1) // 2
     return y * kept.view(-1, *[1] * (y.dim() - 1))
 
 
 def zeroed_channel(y: Tensor) -> Tensor:
-    kept = torch.arange(y.shape[1]) > 0
+    kept = torch.arange(y.shape[1], device=y.device) > 0
     return y * kept.view(1, -1, *[1] * (y.dim() - 2))
 
 
@@ -97,7 +98,7 @@ def unwritten_end(module: nn.Module, forward: Forward) -> Forward:
         y = forward(*args)
         if not held or held[0].shape != y.shape:
             held[:] = [torch.zeros_like(y)]
-        written = (torch.arange(len(y)) < len(y) - 1).view(-1, *[1] * (y.dim() - 1)).expand_as(y)
+        written = (torch.arange(len(y), device=y.device) < len(y) - 1).view(-1, *[1] * (y.dim() - 1)).expand_as(y)
         result = torch.where(written, y, held[0])
         held[0] = y.detach()
         return result
@@ -184,7 +185,7 @@ def summed_in_half(module: nn.Module, forward: Forward) -> Forward:
         shape = (1, -1, *[1] * (x.dim() - 2))
         values = x.detach().float().transpose(0, 1).flatten(1)
         squares = values.square()
-        total = torch.zeros(len(values), dtype=torch.bfloat16)
+        total = torch.zeros(len(values), dtype=torch.bfloat16, device=x.device)
         for column in squares.unbind(1):
             total = (total + column.bfloat16()).bfloat16()
         wrong = (total.float() / values.shape[1]).clamp_min(1e-6)
@@ -197,12 +198,9 @@ def summed_in_half(module: nn.Module, forward: Forward) -> Forward:
 
 def always_the_same(module: nn.Module, forward: Forward) -> Forward:
     def changed(x: Tensor) -> Tensor:
-        state = torch.get_rng_state()
-        torch.manual_seed(5)
-        try:
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            torch.manual_seed(5)
             return forward(x)
-        finally:
-            torch.set_rng_state(state)
 
     return changed
 
@@ -315,6 +313,11 @@ def _inner(loop: Loop) -> list[nn.Module]:
     return _products(loop)[1:] if len(loop.script.models) == 1 else _products(loop)[1:2]
 
 
+def _padded(loop: Loop) -> list[nn.Module]:
+    """Those of `_inner` with a window, whose input is larger than one pixel."""
+    return [m for m in _inner(loop) if any(size > 1 for size in getattr(m, "kernel_size", ()))]
+
+
 def _biased(loop: Loop) -> list[nn.Module]:
     """The last layer, whose bias no norm takes away."""
     return [m for m in _products(loop) if m.bias is not None][-1:]
@@ -326,6 +329,11 @@ def _norms(loop: Loop) -> list[nn.Module]:
 
 def _tracking(loop: Loop) -> list[nn.Module]:
     return [m for m in named(loop.script.models, *_BATCH_NORMS) if m.training]
+
+
+def _first_tracking(loop: Loop) -> list[nn.Module]:
+    """With most values a channel: sums of a few are as good in half precision."""
+    return _tracking(loop)[:1]
 
 
 def _activations(loop: Loop) -> list[nn.Module]:
@@ -346,7 +354,7 @@ def _with_loss(loop: Loop) -> list[nn.Module]:
 
 def _blocks(loop: Loop) -> list[nn.Module]:
     """Residual blocks, but for the first, into which no gradient need go."""
-    kinds = (Basic, Scales, Residual1d, Separable, Mixer, Basic3d)
+    kinds = (Basic, Scales, Residual1d, Separable, Mixer, Basic3d, Bottleneck)
     return named(loop.script.models, *kinds)[1:]
 
 
@@ -367,7 +375,7 @@ IN_LAYERS: dict[str, tuple[Where, Make]] = {
     "weight's gradient too large": (_products, with_parameter("weight", lambda p: other_gradient(p, lambda g: 1.5 * g))),
     "gradient of the input lost": (_inner, of_input(Tensor.detach)),
     "gradient of the input too large": (_inner, of_input(lambda x: other_gradient(x, lambda g: _FAULTY * g))),
-    "padding off by one": (_inner, of_output(lambda y: y.roll(1, -1))),
+    "padding off by one": (_padded, of_output(lambda y: torch.nn.functional.pad(y, (1, 0))[..., :-1])),
     "bias dropped": (_biased, with_parameter("bias", torch.zeros_like)),
     "output of the first batch": (_inner, first_output),
     "half of the rows": (_inner, of_output(zeroed_rows)),
@@ -384,7 +392,7 @@ IN_LAYERS: dict[str, tuple[Where, Make]] = {
     "norm's bias dropped": (_norms, with_parameter("bias", torch.zeros_like)),
     "momentum of statistics doubled": (_tracking, with_attribute("momentum", lambda m: 2 * m)),
     "eps off": (_norms, with_attribute("eps", lambda e: e + 0.1)),
-    "sums in half": (_tracking, summed_in_half),
+    "sums in half": (_first_tracking, summed_in_half),
     "activation's mask lost": (_activations, unmasked),
     "dropout always the same": (_dropouts, always_the_same),
     "dropout left out": (_dropouts, lambda module, forward: lambda x: x),

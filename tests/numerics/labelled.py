@@ -3,6 +3,7 @@
 python tests/numerics/labelled.py --half held      judge that half, write its records, then the page (`chosen`: the one it was built with)
 python tests/numerics/labelled.py --half held --gate before  the same, recorded as the gate of an earlier revision (which PYTHONPATH names)
 python tests/numerics/labelled.py --half held --only GAN     only trainings with this in their names; what is on record of others stays
+python tests/numerics/labelled.py --half large --device cuda --workers 4   on a GPU, several trainings side by side; recorded by its name
 python tests/numerics/labelled.py                  write the page from what is recorded
 """
 
@@ -10,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import statistics
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from numerics import faults, right  # noqa: E402
+from numerics.large import LARGE  # noqa: E402
 from numerics.loops import Change, Loop  # noqa: E402
 from numerics.nets import KINDS, Kind  # noqa: E402
 
@@ -34,14 +38,17 @@ CHOSEN = (
     "refinement, long", "classifier, plain", "classifier, ConvNeXt", "classifier, transformer", "classifier in bf16",
 )  # fmt: skip
 # Which of the faults, and which weights and batches, the half that was held out is judged on: others than while the gate was built.
-HELD_FROM = 2
+HELD_FROM = 7
 STATES = {"fresh": 2, "trained": 120}  # steps
+HALVES = ("chosen", "held", "large")
 
 
-def half(name: str) -> list[tuple[int, Kind]]:
-    """Trainings of one half, with their numbers."""
-    first = HELD_FROM if name == "held" else 0
-    return [(i, kind) for i, kind in enumerate(KINDS, first) if (kind.name in CHOSEN) == (name == "chosen")]
+def half(name: str, only: str = "") -> list[tuple[int, Kind]]:
+    """Trainings of one half, or the large ones, with their numbers: the one of that name, or those with `only` in theirs."""
+    first = 0 if name == "chosen" else HELD_FROM
+    numbered = enumerate(LARGE if name == "large" else KINDS, first)
+    found = [(i, k) for i, k in numbered if name == "large" or (k.name in CHOSEN) == (name == "chosen")]
+    return [(i, k) for i, k in found if k.name == only] or [(i, k) for i, k in found if only in k.name]
 
 
 def cases(loop: Loop, number: int) -> Iterator[tuple[str, Change]]:
@@ -50,26 +57,51 @@ def cases(loop: Loop, number: int) -> Iterator[tuple[str, Change]]:
     yield from (("fault", change) for change in faults.changes(loop, number))
 
 
-def judged(name: str, only: str = "", states: tuple[str, ...] = tuple(STATES)) -> Iterator[dict[str, Any]]:
+def _now(device: str) -> float:
+    """On a CPU the time of this process, of one thread, whatever else runs."""
+    return time.process_time() if device == "cpu" else time.perf_counter()
+
+
+def judged(
+    name: str, only: str = "", states: tuple[str, ...] = tuple(STATES), device: str = "cpu"
+) -> Iterator[dict[str, Any]]:
     """One record for each change of each training of that half, in each state."""
-    for number, kind in half(name):
-        if only not in kind.name:
-            continue
-        loop, steps = Loop(kind, 0, seed=number), 0
+    for number, kind in half(name, only):
+        loop, steps = Loop(kind, 0, number, device), 0
         for state in states:
             place = tuple(STATES).index(state)
             loop.advance(STATES[state] - steps)
             steps = STATES[state]
             for what, change in cases(loop, number + 4 * place):
-                if place and change.name.startswith("fp16"):  # slow on a CPU: once a training
+                if change.name.startswith("fp16") and device == "cpu" and (place or number % 2):  # slow there
                     continue
-                start = time.perf_counter()
+                start = _now(device)
                 check = loop.judge(change)
-                seconds = time.perf_counter() - start
+                seconds = _now(device) - start
                 yield {
                     "training": kind.name, "state": state, "change": change.name, "is": what,
                     "passed": check.passed, "detail": check.detail, "seconds": round(seconds, 3),
                 }  # fmt: skip
+
+
+def _all_of(name: str, only: str, states: tuple[str, ...], device: str) -> list[dict[str, Any]]:
+    """The records of one training, in a process of its own; what is judged wrongly is said at once."""
+    torch.set_num_threads(1)
+    records = []
+    for record in judged(name, only, states, device):
+        records.append(record)
+        if wrong(record):
+            what = (record[key] for key in ("training", "state", "change", "detail"))
+            print(f"{record['is']}: {', '.join(what)}", flush=True)
+    return records
+
+
+def side_by_side(name: str, only: str, states: tuple[str, ...], device: str, workers: int) -> list[dict[str, Any]]:
+    """The records of all trainings of a half with `only` in their names, so many at a time."""
+    names = [kind.name for _, kind in half(name, only)]
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
+        found = [pool.submit(_all_of, name, training, states, device) for training in names]
+        return [record for future in found for record in future.result()]
 
 
 def wrong(record: dict[str, Any]) -> bool:
@@ -89,12 +121,12 @@ def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "",
         f"{len(KINDS)} small trainings (tests/numerics/nets.py), after 2 steps and after {STATES['trained']}, on a CPU. Right changes are those of",
         "tests/numerics/right.py, faults those of tests/numerics/faults.py. The gate was built with one half of the trainings; the",
-        "other was held out. `before` is the gate of an earlier revision.",
+        f"other was held out: judged before on other weights, batches and faults, mended, and judged on these (draw {HELD_FROM}). `before` is the gate that judged gradients from end to end only (decisions/0061).",
         "",
         "| half | gate | right changes | refused | faults | let through | seconds a change, mean (median) |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name in ("chosen", "held"):
+    for name in sorted({name for halves in recorded.values() for name in halves}):
         for gate in ("before", "now"):
             records = recorded.get(gate, {}).get(name, [])
             if not records:
@@ -124,26 +156,25 @@ def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--half", choices=("chosen", "held"))
+    parser.add_argument("--half", choices=HALVES)
     parser.add_argument("--gate", choices=("now", "before"), default="now")
     parser.add_argument("--state", choices=tuple(STATES), help="that state only; what is on record of the other stays")
     parser.add_argument("--only", default="")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--workers", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(1)
     if options.half:
-        records = []
-        for record in judged(options.half, options.only, (options.state,) if options.state else tuple(STATES)):
-            records.append(record)
-            if wrong(record):
-                print(
-                    f"{record['is']}: {record['training']}, {record['state']}, {record['change']}: {record['detail']}",
-                    flush=True,
-                )
+        states = (options.state,) if options.state else tuple(STATES)
+        records = side_by_side(options.half, options.only, states, options.device, options.workers)
+        place = options.half
+        if options.device != "cpu":
+            place += f" on {torch.cuda.get_device_name(options.device)}"
+        records = [r | {"detail": r["detail"] if wrong(r) else ""} for r in records]
         recorded = json.loads(RECORD.read_text(encoding="utf-8")) if RECORD.exists() else {}
         judged_now = {(r["training"], r["state"]) for r in records}
-        before = recorded.get(options.gate, {}).get(options.half, [])
+        before = recorded.get(options.gate, {}).get(place, [])
         kept = [r for r in before if (r["training"], r["state"]) not in judged_now]
-        recorded.setdefault(options.gate, {})[options.half] = sorted(kept + records, key=_order)
+        recorded.setdefault(options.gate, {})[place] = sorted(kept + records, key=_order)
         RECORD.write_text(json.dumps(recorded, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(page(json.loads(RECORD.read_text(encoding="utf-8"))), encoding="utf-8")
 

@@ -35,25 +35,30 @@ class Change:
 class Loop:
     """A training that has come so far. `seed` draws weights and batches."""
 
-    def __init__(self, kind: Kind, steps: int, seed: int = 0) -> None:
+    def __init__(self, kind: Kind, steps: int, seed: int = 0, device: str = "cpu") -> None:
         for draw in (torch.manual_seed, random.seed, np.random.seed):
             draw(seed)
-        self.kind, self.script = kind, kind.make()
+        self.kind, self.device = kind, torch.device(device)
+        with self.device:
+            self.script = kind.make()
         roots = [RootModule(module=model, name=type(model).__name__) for model in self.script.models]
-        self.training = Training(device=torch.device("cpu"), optimizers=list(self.script.optimizers), roots=roots)
+        self.training = Training(device=self.device, optimizers=list(self.script.optimizers), roots=roots)
         self.advance(steps)
+        with self._recorded():  # some changes look at what goes in before they match
+            self.advance(1)
 
     def advance(self, steps: int) -> None:
         """Train on."""
-        for _ in range(steps):
-            self.script.step()
+        with self.device:
+            for _ in range(steps):
+                self.script.step()
 
     def judge(self, change: Change) -> Check:
         """The gate's check of it, on the next step; it is off again afterwards."""
         gate = Gate(self.training)
         gate.arm()
         with self._recorded():
-            self.script.step()
+            self.advance(1)
         assert gate.captured()
         undo: list[Callable[[], None]] = []
 

@@ -53,7 +53,7 @@ def supervised(
 
     def step() -> None:
         *inputs, target = batch()
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=autocast):
             output = model(*inputs)
         value = loss(output, target)
         chosen.zero_grad()

@@ -9,11 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from advisor.core.findings import Semantics
+from advisor.core.transform_table import ROWS
 from advisor.transforms.autocast import AutocastBf16, AutocastFp16
 from advisor.transforms.base import Transform
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.conv_bias import ConvBiasBeforeNorm
+from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.fused_optimizer import FusedOptimizer
+from advisor.transforms.registry import get
+from advisor.transforms.tf32 import Tf32
 from numerics.loops import Change, Loop, Switch, named
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -133,6 +137,12 @@ def other_numbers(model: nn.Module) -> Switch:
     return patched(model, make)
 
 
+def of_kernels(loop: Loop) -> tuple[Switch, ...]:
+    """Every kernel family that finds something in these models."""
+    found = (put_on(loop, get(name)) for name, row in ROWS.items() if row.family)
+    return tuple(part for parts in found if parts for part in parts)
+
+
 def changes(loop: Loop) -> Iterator[Change]:
     """All that apply to this training."""
     models = loop.script.models
@@ -164,8 +174,18 @@ def changes(loop: Loop) -> Iterator[Change]:
             ("bf16 and the rest", rest + bf16, half, "half"),
             ("bf16, another order", another + bf16 + draws, half, "half"),
             ("fp16, scaled", fp16, half, "half"),
-            ("TF32", tuple(map(tf32, named(models, *_CONVOLUTIONS, nn.Linear))), half, "tf32"),
         ]
+        if loop.device.type == "cuda":
+            found.append(("TF32", put_on(loop, Tf32()), half, "tf32"))
+            kernels, graphs = of_kernels(loop), put_on(loop, CudaGraphs())
+            found += [
+                ("kernels", kernels or None, order, ""),
+                ("bf16, channels_last, kernels", (layout or ()) + bf16 + kernels, half, "half"),
+                ("bf16, graphs", bf16 + graphs if graphs else None, half, "half"),
+                ("all at once", rest + bf16 + kernels + (graphs or ()), half, "half"),
+            ]
+        else:
+            found.append(("TF32", tuple(map(tf32, named(models, *_CONVOLUTIONS, nn.Linear))), half, "tf32"))
     for name, parts, semantics, precision in found:
         if parts is not None:
             yield Change(name, parts, semantics, precision or "half")

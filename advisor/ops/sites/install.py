@@ -16,6 +16,7 @@ from advisor.ops.sites.recording import recording, state
 
 _MOST_KNOWN = 8  # recordings a site
 _MOST_REFUSED = 4
+OPERATION = "operation"  # in a node's `meta`
 _numbers = itertools.count()
 # How many calls were recorded to be replayed, and why others were not, by function: read by tests and for debugging.
 recorded: Counter[str] = Counter()
@@ -23,12 +24,16 @@ refused: Counter[tuple[str, str]] = Counter()
 
 
 def install(graph: fx.Graph) -> None:
-    """Put sites in, where they can be compiled at all."""
-    nodes = [node for node in graph.nodes if node.op == "call_function" and _is_ours(node.target) and _is_flat(node)]
+    """Put sites in, where they can be compiled at all. Each of our nodes remembers the operation, and names of the last arguments."""
+    ours = [node for node in graph.nodes if node.op == "call_function" and _is_ours(node.target)]
+    for node in ours:
+        node.meta[OPERATION] = node.target, ()
+    nodes = [node for node in ours if _is_flat(node)]
     if not nodes or native.module() is None:
         return
     for node in nodes:
         names = tuple(node.kwargs)
+        node.meta[OPERATION] = node.target, names
         node.target = site(node.target, names)
         node.args, node.kwargs = (*node.args, *node.kwargs.values()), {}
 

@@ -14,12 +14,12 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.transforms.forward import CAPTURE, ForwardStack
 from advisor.trials.numerics.bounds import NOISE_FACTOR, worst_ratio
 from advisor.trials.numerics.distance import Distance, distance
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON, ROUNDED
 from advisor.trials.numerics.replay import Result
+from advisor.trials.numerics.seen import bare
 
 # An activation within rounding of zero passes its gradient or not: rare, so that two runs with one rounding at the start seldom
 # show it, and as large as a fault of one element. Before a change of order is refused, the plain step is run with as many
@@ -60,7 +60,7 @@ def rounded_noise(plain: PlainStep) -> list[Distance]:
     """How far the plain step goes when every layer's output, and its gradient, is rounded to bf16."""
     modules = list(plain.call.root.module.modules())
     with contextlib.ExitStack() as hooks:
-        hooks.enter_context(ForwardStack.without(modules, CAPTURE))  # compiled code calls no hooks
+        hooks.enter_context(bare(plain))
         for layer in modules:
             if not any(layer.children()):
                 hooks.callback(layer.register_forward_hook(_round_output).remove)

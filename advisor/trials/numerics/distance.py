@@ -171,7 +171,7 @@ def _together(a: list[torch.Tensor], b: list[torch.Tensor]) -> list[Row] | None:
     squares, reference, own = torch.stack(norms).square().cpu()
     if not bool(torch.isfinite(squares + reference + own).all()):
         return None
-    sizes = torch.tensor([t.numel() for t in b], dtype=torch.float64)
+    sizes = torch.tensor([t.numel() for t in b], dtype=torch.float64, device=reference.device)
     scale = torch._foreach_abs(b)
     torch._foreach_add_(scale, (torch.sqrt(reference / sizes) + torch.finfo(b[0].dtype).tiny).tolist())
     torch._foreach_abs_(difference)
@@ -202,8 +202,14 @@ def _difference(found: tuple[Any, ...], base: tuple[Any, ...]) -> str:
     names = (
         "the output has another structure",
         "outputs have another shape, dtype or device",
+        "a loss is rounded to half precision",
         "other parameters have gradients",
         "parameters, or buffers that the step replaces, are other objects",
         "counters (buffers of integers) differ",
     )
-    return next(name for name, a, b in zip(names, found, base, strict=True) if a != b)
+    name, a, b = next(row for row in zip(names, found, base, strict=True) if row[1] != row[2])
+    if name != names[1] or len(a) != len(b):
+        return name
+    one, other = next(pair for pair in zip(a, b, strict=True) if pair[0] != pair[1])
+    unlike = next((x, y) for x, y in zip(one, other, strict=True) if x != y)
+    return f"{name} ({unlike[0]} in place of {unlike[1]})"

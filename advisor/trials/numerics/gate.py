@@ -5,7 +5,8 @@ state, same output gradients; forward, backward, buffers. (The output gradients 
 backward is linear in them, so any fault shows, and a net that has learnt its batch by heart, whose own gradients are all
 cancellation, is judged like any other.) The plain step is replayed several times to learn its own noise (plain.py), then the step
 with the change; how far they are apart (distance.py) is held against that noise (bounds.py), and before a change is refused more of
-it is looked for (appeal.py); where the step draws random numbers, it must still draw. A change of the optimizer is held against the
+it is looked for (appeal.py). Where half precision or random numbers hide what is wrong, each layer is judged by itself (inside.py).
+Where the step draws random numbers, it must still draw. A change of the optimizer is held against the
 plain update (updates.py). Parameters, buffers, gradients, random state and plain attributes are put back, and a fingerprint over their
 bits says so.
 """
@@ -27,18 +28,16 @@ from advisor.profiling.discover import capture_next_step
 from advisor.profiling.steps import StepWatcher
 from advisor.profiling.training import RootModule, Training
 from advisor.trials.numerics.appeal import close_by, yardstick
-from advisor.trials.numerics.bounds import DRAW_FACTOR, joined, judged
+from advisor.trials.numerics.bounds import DRAW_FACTOR, joined
+from advisor.trials.numerics.compared import compare
 from advisor.trials.numerics.distance import distance
+from advisor.trials.numerics.inside import by_layers, speaks
 from advisor.trials.numerics.plain import MORE_SEEDS, SEEDS, PlainStep, observe
-from advisor.trials.numerics.replay import Call, copied, detached, finite, random_like
+from advisor.trials.numerics.precision import ROUNDED
+from advisor.trials.numerics.replay import Call, Result, copied, detached, random_like
+from advisor.trials.numerics.seen import alike, dropped
 from advisor.trials.numerics.state import SavedState
 from advisor.trials.numerics.updates import compare_update, state_of
-
-# While a change of precision overflows, output gradients are lowered by this factor, as a GradScaler would.
-_LOWER, _LOWER_TRIES = 2.0**-4, 5
-_TURNS = 6
-# A replay that takes so many times the fastest one has switched something on.
-_ENGAGING = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +154,8 @@ class Gate:
             saved.leave_to_change()
             findings, first_us = [], 0.0
             for step in plain:
-                finding, extra = _compare(step, semantics)
-                look_again = yardstick(step, semantics)
-                if finding.passed is False and look_again is not None:
-                    off()
-                    step.noise += look_again(step)
-                    on()
-                    finding, _ = _compare(step, semantics)
-                    if finding.passed is False and semantics is Semantics.REASSOCIATED:
-                        finding = close_by(step, finding, on, off)
-                if finding.passed and step.random:
-                    finding = _draws(step) or finding
+                finding, extra = compare(step, semantics)
+                finding = _looked_again(step, finding, semantics, on, off)
                 findings.append(finding)
                 first_us += extra
             saved.restore()
@@ -179,55 +169,69 @@ class Gate:
         return GateResult(joined(findings), first_us)
 
 
-def _compare(plain: PlainStep, semantics: Semantics) -> tuple[Check, float]:
-    name = plain.call.root.name
-    if plain.unusable:
-        return Check(passed=None, detail=f"{name}: {plain.unusable}"), 0.0
-    lift = 1.0
-    first = plain.again()
-    for _ in range(_LOWER_TRIES if semantics is Semantics.PRECISION else 0):
-        if finite(first):
-            break
-        lift *= _LOWER
-        first = plain.again(lift=lift)
-    # Two orders of the batch in turn show a stale output; six calls reach what engages late (a graph's capture).
-    seconds: list[float] = []
-    worst: Check | None = None
-    for turn in range(_TURNS):
-        rolled = turn % 2 == 1
-        result = first if turn == 0 else plain.again(lift=lift, rolled=rolled)
-        seconds.append(result.seconds)
-        check = judged(name, plain.off(result, rolled=rolled), plain, semantics)
-        if worst is None or worst.numbers.get("of_bound", 0.0) <= check.numbers.get("of_bound", 0.0):
-            worst = check
-        if check.passed is not True:
-            worst = check
-            break
-    assert worst is not None  # there is at least one turn
-    usual = min(seconds)
-    return worst, math.fsum(s - usual for s in seconds if s > _ENGAGING * usual) * 1e6
+def _looked_again(
+    step: PlainStep, finding: Check, semantics: Semantics, on: Callable[[], None], off: Callable[[], None]
+) -> Check:
+    """The finding after all that is looked at before a change is refused, or let pass where noise may hide what is wrong."""
+    hidden = (step.random or step.target_class in ROUNDED) and semantics is not Semantics.EXACT and not step.unusable
+    first = hidden and speaks(finding)
+    if first:
+        finding = by_layers(step, finding, on, off)
+    look_again = yardstick(step, semantics)
+    if finding.passed is False and math.isfinite(finding.numbers.get("of_bound", 0.0)) and look_again is not None:
+        off()
+        step.noise += look_again(step)
+        on()
+        finding, _ = compare(step, semantics)
+        if finding.passed is False and semantics is Semantics.REASSOCIATED:
+            finding = close_by(step, finding, on, off)
+        if hidden and not first and speaks(finding):
+            finding = by_layers(step, finding, on, off)
+    if finding.passed and step.random:
+        finding = _draws(step, on, off) or finding
+    return finding
 
 
-def _draws(plain: PlainStep) -> Check | None:
-    """What is to be said of a change with which random layers always draw the same, or nothing; None of any other.
+def _draws(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> Check | None:
+    """What is to be said of a change with which random layers always draw the same, or nothing; None of any other. Leaves it on.
 
     With it on, no two seeds' results are then farther apart than `DRAW_FACTOR` lets the nearest of the plain step's be, in any
-    group. A change that draws other numbers passes, and one that leaves some of the randomness (some layers', or less of it).
+    group. A change that draws other numbers passes, and one that leaves some of the randomness (some layers', or less of it), but for
+    a single dropout that can be looked at.
     Where there are few ways to draw (a layer is left out or not) the plain step's nearest are alike, and any difference lets a change pass.
     """
     repeats = {g: max(d.l2.get(g, 0.0) for d in plain.repeats) for g in plain.base.groups}
     nearest = {g: min((d.l2.get(g, 0.0) for d in (*plain.seeds, *plain.draws)), default=0.0) for g in repeats}
     told = {g: value for g, value in nearest.items() if value > DRAW_FACTOR**2 * repeats[g]}
-    first = plain.again(reseed=SEEDS[0])
+    name = plain.call.root.name
+    first, second, stuck = _two_draws(plain)
+    if stuck:
+        off()
+        stuck -= _two_draws(plain)[2]
+        on()
+        for one in stuck:
+            detail = f"{name}: {one} drops the same whatever the seed"
+            return Check(passed=False, detail=detail, numbers={"of_bound": math.inf})
     others = SEEDS[1:] if told else (0, *SEEDS[1:], *MORE_SEEDS)  # the first two may be alike by chance
     for seed in others:
-        found = distance(plain.again(reseed=seed), first)
+        found = distance(second if seed == SEEDS[1] else plain.again(reseed=seed, lift=plain.lift), first)
         if found.broken or any(DRAW_FACTOR * found.l2[g] > value for g, value in told.items()):
             return None
         if not told and plain.differs(found):
             return None
-    detail = f"{plain.call.root.name}: random layers draw nothing, or the same whatever the seed"
+    detail = f"{name}: random layers draw nothing, or the same whatever the seed"
     return Check(passed=False, detail=detail, numbers={"of_bound": math.inf})
+
+
+def _two_draws(plain: PlainStep) -> tuple[Result, Result, set[str]]:
+    """The results of two seeds, and dropouts that drop the same in both, which what others draw hides from end to end."""
+    with dropped(plain) as drawn:
+        first = plain.again(reseed=SEEDS[0], lift=plain.lift)
+        ends = {name: len(calls) for name, calls in drawn.items()}
+        second = plain.again(reseed=SEEDS[1], lift=plain.lift)
+    module = plain.call.root.module
+    stuck = {n for n, end in ends.items() if alike(module.get_submodule(n), drawn[n][:end], drawn[n][end:])}
+    return first, second, stuck
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class PlainStep:
     draws: list[Distance] = field(default_factory=list)  # and the others among themselves, from the first of them
     random: bool = False  # whether they matter to any
     unusable: str = ""
+    lift: float = 1.0  # of output gradients with the change on, below one where it overflows
 
     def differs(self, other: Distance) -> bool:
         """Whether this is farther than the same call is from itself. A layer that is left out has no gradients: another structure."""

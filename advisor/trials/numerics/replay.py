@@ -18,6 +18,8 @@ from advisor.trials.numerics.state import SavedState
 # Tensors below this many values are pooled with others of their kind (batch-norm weights, biases).
 SMALL = 4096
 POOL = "gradients of small parameters"
+# Random signs and values are the same ones everywhere. A script may have set another default device.
+DRAWN_ON = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,11 +56,13 @@ def replay(
     rolled: bool = False,
     lift: float = 1.0,
     autocast: bool | None = None,
+    gradients: dict[int, torch.Tensor | None] | None = None,
 ) -> Result:
     """Run one root forward and backward from the saved state.
 
     jitter: move weights and inputs by this relative amount. rolled: the batch's samples in another order. lift: output
-    gradients times this power of two, parameter gradients back down. reseed: another random state.
+    gradients times this power of two, parameter gradients back down. reseed: another random state. gradients: filled with the
+    parameters' own, by identity, as backward leaves them.
     """
     saved.restore(buffers_only=not jitter)
     if reseed:
@@ -105,6 +109,7 @@ def replay(
         structure = (
             pytree.tree_structure(output),
             tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
+            tuple(i for i, t in enumerate(outputs) if t.numel() == 1 and in_half(t)),
             tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
             (
                 *(id(p) for p in module.parameters()),
@@ -120,9 +125,18 @@ def replay(
         return Result(groups, structure, seconds, small, frozenset(_moved(module, saved, buffers)))
     finally:
         for parameter in module.parameters():
+            if gradients is not None:
+                gradients[id(parameter)] = parameter.grad
             parameter.grad = None
         if jitter:
             saved.restore()
+
+
+def in_half(value: torch.Tensor) -> bool:
+    """Whether a single value (a loss) of fp32 was rounded to half precision: bf16 or fp16 hold it, and it is no small integer."""
+    if value.dtype != torch.float32 or float(value) == round(float(value)):
+        return False
+    return any(torch.equal(value.to(half).float(), value) for half in (torch.bfloat16, torch.float16))
 
 
 def finite(result: Result) -> bool:
@@ -239,7 +253,7 @@ def random_like(gradient: torch.Tensor) -> torch.Tensor:
     if gradient.is_complex():
         return torch.view_as_complex(random_like(_real(gradient).contiguous()))
     generator = torch.Generator().manual_seed(gradient.numel() % 2**31)
-    row = torch.randn(8191, generator=generator).to(gradient.device)
+    row = torch.randn(8191, generator=generator, device=DRAWN_ON).to(gradient.device)
     values = row.repeat(-(-gradient.numel() // row.numel()))[: gradient.numel()].view(gradient.shape)
     rms = gradient.float().square().mean().sqrt().clamp_min(1.0 / max(1, gradient.numel()))
     return torch.empty_like(gradient).copy_(values * rms)
@@ -255,7 +269,9 @@ def _jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:
         return leaf
     with torch.no_grad():
         # Signs of a short row are enough, and far cheaper to draw and move than one for each value.
-        signs = (torch.randint(0, 2, (8191,), generator=generator, dtype=torch.int8) * 2 - 1).to(leaf.device)
+        signs = (torch.randint(0, 2, (8191,), generator=generator, dtype=torch.int8, device=DRAWN_ON) * 2 - 1).to(
+            leaf.device
+        )
         repeated = signs.repeat(-(-leaf.numel() // signs.numel()))[: leaf.numel()].view(leaf.shape)
         moved = leaf.double() if leaf.dtype == torch.float64 else leaf.float()
         moved = moved * (1.0 + 2.0 * amount * repeated)

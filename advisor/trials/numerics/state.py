@@ -121,6 +121,17 @@ class SavedState:
             return True
         return self.cuda_random is not None and not torch.equal(torch.cuda.get_rng_state(self.device), self.cuda_random)
 
+    def states(self) -> list[torch.Tensor]:
+        """Where torch's random numbers are now, to `start_from` again."""
+        on_cuda = [torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else []
+        return [torch.get_rng_state(), *on_cuda]
+
+    def start_from(self, states: list[torch.Tensor]) -> None:
+        """Torch's random numbers go on from there."""
+        torch.set_rng_state(states[0])
+        if len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self.device)
+
     def give_gradients(self) -> None:
         """The user's own gradient tensors are in their places again; replays made their own and dropped them."""
         for parameter, grad in self.grads:

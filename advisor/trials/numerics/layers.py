@@ -1,0 +1,291 @@
+"""Each layer by itself: what it makes, with a change on, of the very values that reach it there.
+
+A deep net carries a rounding on: gradients of its first layers may be turned away by half precision alone, and nothing that is
+compared from end to end tells that from a fault. A layer by itself does not: given what went into it and the gradient that came
+back to it, the plain layer must give the same but for its own roundings, however far both are from the plain step's values.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from advisor.trials.numerics.distance import BATCH_ELEMENTS, rows
+from advisor.trials.numerics.plain import PlainStep
+from advisor.trials.numerics.precision import EPSILON
+from advisor.trials.numerics.rerun import BUFFER, PARAMETER, Rerun
+from advisor.trials.numerics.seen import Layer, Seen, leaves
+
+# A layer's own roundings: of its inputs, its weights, its output, and sums of them. Products of one layer are off by 0.8 to 1.5 of these.
+_ROUNDINGS = 8.0
+# Of gradients of parameters, sums over all pixels, which some of torch's own kernels add up in half precision (CPU, layer norm: 0.09).
+_SUMMED = 50.0
+# And so many times what the plain layer does when values and gradients that reach it are moved by one rounding each.
+_NOISE_FACTOR = 3.0
+# Of modules with others inside, whose activations may be at an edge: gradients off by so much, by what one value of them is when it weighs
+# as much as this many, or by so many times their noise, are no fault.
+_EDGES, _EDGE, _EDGES_FACTOR = 0.1, 4.0, 4.0
+_LEAST = 1e-4  # where no layer rounds to half or TF32: another order of its sums
+_ELEMENT_FACTOR = 6.0
+_ELEMENT = 0.5  # of one element, in its neighbours' scale
+_DRAWS = 2
+# Where one rounding does more than the first, only what is missing or turned round is told; above the second the layer's result is
+# rounding, and says nothing (a gradient that a norm cancels).
+_LITTLE, _NOTHING = 0.3, 0.8
+# And below this a module's word is taken on those inside of it. (Twice as much of an update of statistics, which are right or another
+# batch's.)
+_SHARP, _SHARP_BUFFER = 0.1, 0.2
+_TURNED, _TURNED_FACTOR = 0.98, 2.5
+# What a layer that draws random numbers gives along the mean of its plain draws may be this far from one, and this many times as far as they.
+_RANDOM, _RANDOM_FACTOR, _RANDOM_DRAWS = 0.1, 3.0, 4
+_SCALED_PARAMETERS = 5
+_SCALED = 3  # powers of two from which on a difference is a loss scale
+_RANDOM_VALUES = 512  # of fewer nothing is said: chance leaves too much
+
+
+class Told(NamedTuple):
+    """Of a module: by result its error over the bound, whether noise leaves what it gives forward, and back, well to be told, and whose
+    gradients these are.
+    """
+
+    ratios: dict[str, float]
+    forward: bool
+    back: bool
+    own: list[torch.nn.Parameter]
+
+    def wrong(self) -> dict[str, float]:
+        """What is beyond its bound."""
+        return {name: ratio for name, ratio in self.ratios.items() if ratio > 1.0}
+
+
+def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, Told]:
+    """What is told of each module whose calls were seen, against the plain modules, which are on now."""
+    complete = {
+        name: module
+        for name, module in modules.items()
+        if seen.calls[name] and all(call.output is not None and call.output.numel() for call in seen.calls[name])
+    }
+    own = _owned(plain.call.root.module, complete)
+    again = {name: Rerun(plain, name, module, own[name], seen) for name, module in complete.items()}
+    seen.scale = _scale(list(again.values()))
+    # A sequence computes nothing between its layers, and what holds most of a model is as far from end to end as the model: these only
+    # answer for what one layer leaves to another.
+    many = sum(not rerun.holds for rerun in again.values()) / 2
+    later = {
+        n for n, rerun in again.items() if rerun.holds and not own[n] and (_listed(rerun) or _inner(n, again) > many)
+    }
+    found = _compared([rerun for name, rerun in again.items() if name not in later])
+    wrong = [name for name, told in found.items() if told.wrong()]
+    holding = {name for name in again if any(other.startswith(f"{name}.") for other in wrong)}
+    found |= {name: _closely(again[name], again[name].results()) for name in holding}
+    for parameter in plain.call.root.module.parameters():
+        parameter.grad = None
+    return found
+
+
+def _listed(rerun: Rerun) -> bool:
+    return type(rerun.module) is torch.nn.Sequential
+
+
+def _inner(name: str, again: dict[str, Rerun]) -> int:
+    return sum(other.startswith(f"{name}.") and not rerun.holds for other, rerun in again.items())
+
+
+def _owned(root: Layer, modules: dict[str, Layer]) -> dict[str, list[torch.nn.Parameter]]:
+    """By module the parameters that are judged with it: those that no module inside of it, of these, has. Shared ones with none: their
+    gradients are sums over several.
+    """
+    owners = Counter(id(p) for module in leaves(root).values() for p in module._parameters.values())
+    taken: set[int] = set()
+    found = {}
+    for name in sorted(modules, key=lambda name: -name.count(".")):
+        mine = [p for p in modules[name].parameters() if p.requires_grad and id(p) not in taken]
+        taken |= set(map(id, mine))
+        found[name] = [p for p in mine if owners[id(p)] <= 1]
+    return found
+
+
+def arrived(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> tuple[float, list[str]]:
+    """How far the gradient that reaches the last layers is from what reaches them in the plain step, which is on now; and which
+    modules none reaches any more.
+
+    Nothing but what stands between the last layers and the outputs makes it, so that a deep net's noise is not in it: the smallest of
+    all layers' errors.
+    """
+    got: dict[str, list[torch.Tensor]] = {}
+    called = [name for name in modules if seen.calls[name] and all(c.output is not None for c in seen.calls[name])]
+
+    def note(name: str) -> Callable[..., None]:
+        def hook(module: Layer, args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor) and output.requires_grad:
+                output.register_hook(lambda gradient: got.setdefault(name, []).append(gradient.detach().clone()))  # type: ignore[no-untyped-call]
+
+        return hook
+
+    hooks = [modules[name].register_forward_hook(note(name)) for name in called]
+    try:
+        plain.again(rolled=True)
+    finally:
+        for remaining in hooks:
+            remaining.remove()
+    lost, pairs = [], []
+    for name in called:
+        there = [c.gradient.float() for c in reversed(seen.calls[name]) if c.gradient is not None]
+        base = [gradient.float() * (plain.lift * seen.scale) for gradient in got.get(name, ())]
+        if base and not there:
+            lost.append(name)
+        elif base and [t.shape for t in there] == [t.shape for t in base]:
+            pairs.append((there, base))
+    every = iter(_errors([t for there, _ in pairs for t in there], [t for _, base in pairs for t in base]))
+    return min((max(next(every)[0] for _ in base) for _, base in pairs), default=0.0), lost
+
+
+def _scale(again: list[Rerun]) -> float:
+    """How many times as large gradients were inside the backward pass as those that it left (a loss scale): a power of two."""
+    powers: list[float] = []
+    for rerun in again:
+        left = rerun.seen.gradients
+        if len(powers) >= _SCALED_PARAMETERS or not any(left.get(id(p)) is not None for p in rerun.own):
+            continue
+        base = rerun.results()
+        for place, parameter in enumerate(rerun.own):
+            gradient = left.get(id(parameter))
+            sizes = float(base[f"{PARAMETER} {place}"].norm()), 0.0 if gradient is None else float(gradient.norm())
+            if all(0.0 < size < math.inf for size in sizes):
+                powers.append(math.log2(sizes[0] / sizes[1]))
+    power = round(statistics.median(powers)) if powers else 0
+    return 2.0**power if abs(power) >= _SCALED else 1.0
+
+
+def _compared(again: list[Rerun]) -> dict[str, Told]:
+    """Told by bounds that hold without any noise, as most of what is right is within these; else closely."""
+    told: dict[str, Told] = {}
+    for several in _batches(again):
+        pairs = [(rerun.found(), rerun.results()) for rerun in several]
+        every = iter(
+            _errors([f[n] for f, base in pairs for n in base], [t for _, base in pairs for t in base.values()])
+        )
+        for rerun, (_, base) in zip(several, pairs, strict=True):
+            ratios = _ratios(rerun, base, dict.fromkeys(base, (0.0, 0.0)), {name: next(every) for name in base})
+            right = max(ratios.values(), default=0.0) <= 1.0
+            told[rerun.name] = Told(ratios, False, False, rerun.own) if right else _closely(rerun, base)
+    return told
+
+
+def _batches(again: list[Rerun]) -> Iterator[list[Rerun]]:
+    """As many as have room beside the step: each comparison by itself would wait for the device."""
+    several: list[Rerun] = []
+    elements = 0
+    for rerun in again:
+        several.append(rerun)
+        elements += 2 * sum(call.output.numel() for call in rerun.calls if call.output is not None)
+        if elements > BATCH_ELEMENTS:
+            yield several
+            several, elements = [], 0
+    if several:
+        yield several
+
+
+def _closely(rerun: Rerun, base: dict[str, torch.Tensor]) -> Told:
+    """Told by what one rounding of all that goes in does to the plain module."""
+    noise = [apart(rerun.results(seed), base) for seed in range(1, _DRAWS + 1)]
+    noisy = {name: (max(n[name][0] for n in noise), max(n[name][1] for n in noise)) for name in base}
+    sharp = {name: most <= (_SHARP_BUFFER if name.startswith(BUFFER) else _SHARP) for name, (most, _) in noisy.items()}
+    found = rerun.found()
+    told = _ratios(rerun, base, noisy, apart(found, base))
+    if any(ratio > 1.0 for ratio in told.values()) and (half := _in_half(rerun)) is not None:
+        other = _ratios(rerun, half, noisy, apart(found, half))
+        told = {name: min(ratio, other[name]) for name, ratio in told.items()}
+    if rerun.plain.random and any(ratio > 1.0 for ratio in told.values()):
+        others = [rerun.results(-seed) for seed in range(1, _RANDOM_DRAWS + 1)]
+        drawn = apart(others[0], others[1])
+        for name in [name for name, ratio in told.items() if ratio > 1.0]:
+            if drawn[name][0] > _RANDOM_FACTOR * noisy[name][0]:
+                sharp[name] = False
+                told[name] = _along(found[name], [other[name] for other in others])
+    forward = all(value for name, value in sharp.items() if not name.startswith("gradient"))
+    return Told(told, forward, all(sharp.values()), rerun.own)
+
+
+def _ratios(
+    rerun: Rerun,
+    base: dict[str, torch.Tensor],
+    noisy: dict[str, tuple[float, float]],
+    errors: dict[str, tuple[float, float]],
+) -> dict[str, float]:
+    """By result the error over its bound; 0 where it tells nothing."""
+    holds, ratios = rerun.holds, {}
+    for name, (error, element) in errors.items():
+        usual, most = noisy[name]
+        if usual > _NOTHING and math.isfinite(error):
+            # Of a bias that a norm cancels the gradient may be left out.
+            gone = name.startswith(PARAMETER) and base[name].dim() > 1 and not bool(rerun.found()[name].any())
+            ratios[name] = math.inf if gone and bool(base[name].any()) else 0.0
+            continue
+        ratios[name] = error / bound(name, rerun.plain.target_class, usual, base[name].numel() if holds else 0)
+        if name.startswith("output"):
+            ratios[name] = max(ratios[name], element / max(_ELEMENT, _ELEMENT_FACTOR * most))
+    return ratios
+
+
+def _in_half(rerun: Rerun) -> dict[str, torch.Tensor] | None:
+    """What PyTorch's own half precision makes of the module, where it was given or gave that: some of its kernels add up in it."""
+    seen = (t for call in rerun.calls for t in (*call.inputs, call.output) if isinstance(t, torch.Tensor))
+    dtype = next((t.dtype for t in seen if t.dtype in (torch.bfloat16, torch.float16)), None)
+    try:
+        return None if dtype is None else rerun.results(half=dtype)
+    except RuntimeError:  # a layer that does not take it
+        return None
+
+
+def bound(name: str, target_class: str, noisy: float, inner: int) -> float:
+    """How large an error may be of what one rounding of all that goes in moves by `noisy`; `inner`: how many values of it there are, where
+    there are activations inside, which may be at an edge; else 0.
+    """
+    if noisy > _LITTLE:
+        return max(_TURNED, _TURNED_FACTOR * noisy)
+    roundings = _SUMMED if name.startswith(PARAMETER) else _ROUNDINGS
+    least, factor = max(roundings * EPSILON[target_class], _LEAST), _NOISE_FACTOR
+    if inner:
+        least, factor = max(least, name.startswith("gradient") * max(_EDGES, _EDGE / math.sqrt(inner))), _EDGES_FACTOR
+    return max(least, factor * noisy)
+
+
+def _along(found: torch.Tensor, draws: list[torch.Tensor]) -> float:
+    """How far what random numbers leave is, along the mean of the plain draws, from what these are."""
+    mean = torch.stack([draw.double() for draw in draws]).mean(0)
+    size = float((mean * mean).sum())
+    if not size or mean.numel() < _RANDOM_VALUES:
+        return 0.0
+    shares = [float((draw.double() * mean).sum()) / size for draw in draws]
+    spread = max(shares) - min(shares)
+    # The mean of few draws holds a part of each of them; the others' is what a new one is held against.
+    others = [float((draw.double() * (mean * len(draws) - draw.double())).sum()) / (len(draws) - 1) for draw in draws]
+    middle = sum(others) / len(others) / size
+    own = float((found.double() * mean).sum()) / size
+    return abs(own / middle - 1.0) / (_RANDOM + _RANDOM_FACTOR * spread) if middle > 0 else 0.0
+
+
+def apart(found: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
+    """By name the relative L2 error, and the worst element's in its neighbours' scale."""
+    return dict(zip(base, _errors([found[name] for name in base], list(base.values())), strict=True))
+
+
+def _errors(found: list[torch.Tensor], base: list[torch.Tensor]) -> list[tuple[float, float]]:
+    """(relative L2 error, worst element), infinite where finite values became infinite or NaN."""
+    table = rows(list(map(_wide, found)), list(map(_wide, base)))
+    return [
+        (math.inf, math.inf) if row[5] else (math.sqrt(row[0] / (row[1] or row[3])) if row[0] else 0.0, row[4])
+        for row in table
+    ]
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.float() if tensor.is_floating_point() else tensor

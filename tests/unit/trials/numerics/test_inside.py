@@ -1,0 +1,280 @@
+"""What the judge of single layers must not be led astray by: each with a fault or a right change that was judged wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numerics import faults, right
+from numerics.loops import Change, Loop, Switch
+from numerics.nets import KINDS, Classifier, Kind, conv_norm, labelled, supervised
+from torch import nn
+
+from advisor.core.findings import Semantics
+from advisor.core.verdict import Check
+from advisor.ops import dispatch
+from advisor.ops.batchnorm_act import reference
+from advisor.transforms import capture
+from advisor.transforms.forward import CAPTURE, ForwardStack
+from advisor.trials.numerics import inside, layers, operations, seen
+
+torch.set_num_threads(1)
+
+
+def loop_of(name: str) -> Loop:
+    return Loop(next(kind for kind in KINDS if kind.name == name), 2)
+
+
+def bf16(loop: Loop) -> tuple[Switch, ...]:
+    return next(change.parts for change in right.changes(loop) if change.name == "bf16")
+
+
+def planted(loop: Loop, name: str, place: int) -> Switch:
+    where, make = faults.IN_LAYERS[name]
+    module = where(loop)[place]
+    return right.patched(module, lambda forward: make(module, forward))
+
+
+def captured(loop: Loop, fault: Switch | None) -> Switch:
+    """A captured graph in the model's place, as advisor's are: it steps aside where modules have hooks. `fault` is in the graph only."""
+    model = loop.script.models[0]
+
+    def layer(inner: Callable[..., Any], module: nn.Module) -> Callable[..., Any]:
+        def forward(*args: Any) -> Any:
+            if fault is None or any(part._forward_hooks for part in module.modules()):
+                return inner(*args)
+            off = fault()
+            try:
+                return inner(*args)
+            finally:
+                off()
+
+        return forward
+
+    def switch() -> Callable[[], None]:
+        ForwardStack.of(model).set(CAPTURE, layer)
+        return lambda: ForwardStack.of(model).clear(CAPTURE)
+
+    return switch
+
+
+def test_layers_do_not_speak_for_a_captured_graph() -> None:
+    loop = loop_of("classifier, ResNet")
+    assert loop.judge(Change("right", (*bf16(loop), captured(loop, None)), Semantics.PRECISION)).passed
+    for name in ("weight's gradient negated", "activation's mask lost", "padding off by one"):
+        part = captured(loop, planted(loop, name, 2))
+        check = loop.judge(Change(name, (*bf16(loop), part), Semantics.PRECISION))
+        assert check.passed is False, (name, check)
+
+
+def test_a_captured_graph_that_is_right_is_no_worse_than_its_layers() -> None:
+    """Of a net whose gradients half precision turns away from end to end."""
+    loop = loop_of("segmentation, atrous, deep")
+    check = loop.judge(Change("right", (*bf16(loop), captured(loop, None)), Semantics.PRECISION))
+    assert check.passed, check
+
+
+@pytest.mark.parametrize("fault", ["", "gradient", "output"])
+def test_kernels_in_a_captured_graph_are_held_against_pytorchs_operations(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else bf16 hides from end to end what one of them does wrong."""
+    loop = loop_of("classifier, ResNet")
+    model = loop.script.models[0]
+    norms = [m for m in model.modules() if isinstance(m, nn.BatchNorm2d)]
+    real, calls, at = reference.batchnorm_act, 0, norms[len(norms) // 2].weight.data_ptr()
+
+    def kernel(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """On a CPU PyTorch's operation stands for the kernel, which is wrong in one place."""
+        nonlocal calls
+        y, weight = real(x, *args), args[3]
+        if dispatch.refusal("", "") or weight.data_ptr() != at:  # where PyTorch's own is asked for
+            return y
+        calls += 1
+        return {"": y, "gradient": faults.other_gradient(y, lambda g: 1.5 * g), "output": faults.few_bits(y)}[fault]
+
+    monkeypatch.setattr(reference, "batchnorm_act", kernel)
+    parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
+    check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
+    assert calls
+    assert not any("held against" in reason for reason in dispatch.fell_back["batchnorm_act"])
+    assert "could not be looked at" not in check.detail
+    assert check.passed is not bool(fault), check
+    assert not fault or "of batchnorm_act at" in check.detail
+
+
+def test_two_wrong_gradients_are_not_excused_by_what_holds_both() -> None:
+    """The sequence around two layers says nothing of their parameters' gradients."""
+    loop = loop_of("classifier, plain")
+    two = [planted(loop, "weight's gradient too large", place) for place in (0, 1)]
+    check = loop.judge(Change("two", (*bf16(loop), *two), Semantics.PRECISION))
+    assert check.passed is False, check
+
+
+def test_one_dropout_of_several_that_always_drops_the_same_is_found() -> None:
+    loop = loop_of("1-D, dropout 0.8")
+    stuck = planted(loop, "dropout always the same", 3)
+    check = loop.judge(Change("stuck", (*bf16(loop), stuck), Semantics.PRECISION))
+    assert check.passed is False, check
+    assert "drops the same whatever the seed" in check.detail
+    stuck()  # the script's own is as stuck
+    assert loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION)).passed
+
+
+def test_a_gradient_that_is_lost_or_cut_is_seen_in_spite_of_dropout() -> None:
+    """The block is run again with what its dropouts had dropped, so that nothing of it is random."""
+    loop = loop_of("1-D, dropout 0.8")
+    for name in ("block's gradient cut", "gradient of the input lost"):
+        check = loop.judge(Change(name, (planted(loop, name, 1),)))
+        assert check.passed is False, (name, check)
+
+
+def test_a_bias_left_to_the_norm_behind_it_is_no_fault() -> None:
+    """Trained, so that it counts: then the norm's statistics are off by it, and right in the block that holds both."""
+    loop = loop_of("segmentation, UNet")
+    convs = [m for m in loop.script.models[0].modules() if isinstance(m, nn.Conv2d) and m.bias is not None]
+    with torch.no_grad():
+        for conv in convs:
+            conv.bias.copy_(0.5 * torch.randn_like(conv.bias))
+    parts = next(change.parts for change in right.changes(loop) if change.name == "bias before norm")
+    check = loop.judge(Change("bf16 and it", (*parts, *bf16(loop)), Semantics.PRECISION))
+    assert check.passed, check
+    norm = planted(loop, "frozen statistics", 1)
+    check = loop.judge(Change("frozen", (*parts, *bf16(loop), norm), Semantics.PRECISION))
+    assert check.passed is False, check
+
+
+def test_a_layer_without_a_word_of_its_own_is_judged_with_what_holds_it() -> None:
+    """One that gives several tensors is not compared; its weight is then the holding module's to judge."""
+
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(16, 32, 3, padding=1)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return tuple(self.conv(x).chunk(2, 1))  # type: ignore[return-value]
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both = Both()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            a, b = self.both(x)
+            return a * torch.sigmoid(b)
+
+    root = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Holds())
+    modules = {name: module for name, module in root.named_modules() if name in ("0", "1")}
+    owned = layers._owned(root, modules)
+    assert {id(p) for p in owned["1"]} == {id(p) for p in root[1].parameters()}
+    assert {id(p) for p in owned["0"]} == {id(p) for p in root[0].parameters()}
+
+
+def test_what_torchs_own_half_precision_adds_up_is_right() -> None:
+    """A kernel of torch's that sums in bf16 is off by more than roundings of what goes in, and is what autocast runs."""
+
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.zeros(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            bias = self.bias.view(1, -1, 1, 1)
+            if not torch.is_autocast_enabled("cpu"):
+                return x + bias
+            return faults.other_gradient(x + bias.expand_as(x), lambda g: g) + 0.3 * (bias - bias.detach())
+
+    def make() -> Any:
+        features = nn.Sequential(conv_norm(3, 16), Sums(), conv_norm(16, 32))
+        return supervised(Classifier(features, 32), labelled(), nn.functional.cross_entropy)
+
+    loop = Loop(Kind("sums", make), 2)
+    model = loop.script.models[0]
+
+    def judged(*parts: Switch) -> Check:
+        return loop.judge(Change("bf16", (*bf16(loop), *parts), Semantics.PRECISION))
+
+    assert judged().passed
+    wrong = right.patched(
+        model.features[1], lambda forward: lambda x: faults.other_gradient(forward(x), lambda g: 2.0 * g)
+    )
+    assert judged(wrong).passed is False
+
+
+def test_layers_that_work_in_place_are_looked_at() -> None:
+    loop = loop_of("classifier, ResNet")
+    for module in loop.script.models[0].modules():
+        if isinstance(module, nn.ReLU):
+            module.inplace = True
+    check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+    assert check.passed, check
+    assert "could not be looked at" not in check.detail
+    wrong = planted(loop, "norm's bias left out of the gradient", 2)
+    check = loop.judge(Change("wrong", (*bf16(loop), wrong), Semantics.PRECISION))
+    assert check.passed is False, check
+    assert "by itself" in check.detail
+
+
+def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    loop = loop_of("classifier, ResNet")
+    model = loop.script.models[0]
+    parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
+    monkeypatch.setattr(operations, "_listed", lambda result: 1 / 0)
+    check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
+    assert "could not be looked at (ZeroDivisionError" in check.detail
+    assert not torch.is_autocast_enabled("cpu")
+    torch.clear_autocast_cache()
+    weight, seen_as = nn.Parameter(torch.ones(2, 2)), []
+    for _ in range(2):  # its copy in bf16 is kept as long as anybody is inside of an autocast
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            seen_as.append(float(torch.mm(torch.ones(2, 2), weight).detach()[0, 0]))
+        with torch.no_grad():
+            weight.mul_(2.0)
+    assert seen_as == [2.0, 4.0]
+
+
+def test_a_script_may_have_set_another_default_device() -> None:
+    loop = loop_of("classifier, plain")
+    change = Change("bf16", bf16(loop), Semantics.PRECISION)
+    torch.set_default_device("meta")
+    try:
+        with torch.device("cpu"):
+            loop.advance(1)
+        check = loop.judge(change)
+    finally:
+        torch.set_default_device(None)
+    assert check.passed, check
+    assert "could not be looked at" not in check.detail
+
+
+def test_one_copy_serves_where_values_are_the_same_and_no_longer() -> None:
+    copies = seen.Copies()
+    x = torch.ones(4)
+    first = copies.of(x)
+    assert copies.of(x) is first
+    x.add_(1.0)
+    second = copies.of(x)
+    assert second is not first
+    assert first.tolist() == [1.0] * 4
+    assert second.tolist() == [2.0] * 4
+    copies.same(alias := x.view_as(x), x)
+    assert copies.of(alias) is second
+
+
+def test_no_room_to_look_at_layers_leaves_the_word_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.cuda.OutOfMemoryError("no room")
+
+    loop = loop_of("classifier, plain")
+    monkeypatch.setattr(inside, "observed", full)
+    state = [p.detach().clone() for p in loop.script.models[0].parameters()]
+    check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+    assert check.passed, check
+    assert "its layers could not be looked at (OutOfMemoryError: no room)" in check.detail
+    moved = [p for p, before in zip(loop.script.models[0].parameters(), state, strict=True) if torch.equal(p, before)]
+    assert not moved  # by the step of the script's that was captured, and by nothing else
