@@ -1020,10 +1020,11 @@ def apply_on_ranks(
     here = planfile.environment_text(machine)
     bare = ranks.bare_plan(command, proof, run_dir, norms, environment=here)
     items = [item for item in found.items if item.status in TO_PROVE] if found is not None else []
+    early = ""
     together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
     if plan is None:
         passes = searched.profile.model.backwards if searched is not None and searched.profile is not None else 1
-        items += ranks.search(
+        tried, early = ranks.search(
             together,
             items,
             run_dir,
@@ -1033,11 +1034,12 @@ def apply_on_ranks(
             min_gain=search.get("min_gain", 0.01),
             say=say,
         )
+        items += tried
     if not items:
         planfile.write(run_dir / "plan.yaml", bare)
         return ApplyResult(
             run_dir=run_dir, exit_code=0, profile=searched.profile if searched else None,
-            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof, run_dir), plan=bare,
+            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof, run_dir, early), plan=bare,
             plan_file=run_dir / "plan.yaml",
         )  # fmt: skip
     loaded = wanted(replace(bare, items=tuple(items)), only=only, skip=skip)
@@ -1045,7 +1047,7 @@ def apply_on_ranks(
         together, loaded, environment=here, max_time_s=max_time_s, run_dir=run_dir, say=say
     )
     foretold = _foretold(searched.profile if searched else None, log, gpus, synchronised=not norms)
-    log = replace(log, notes=(ranks.told(proof), *foretold, *log.notes))
+    log = replace(log, notes=(ranks.told(proof), *foretold, *filter(None, (early,)), *log.notes))
     storage.save(run_dir / "trials.json", log)
     starting.clear(run_dir, gpus)
     return ApplyResult(

@@ -8,6 +8,7 @@ import importlib.util
 import random
 import sys
 import traceback
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
@@ -47,18 +48,23 @@ def join(session: Session) -> None:
         Joined.loaders.install(Patches())
 
 
-def mean(values: list[float]) -> list[float]:
-    """Each value's mean over all ranks; as they are in a process that is no rank of ours. All ranks call this together.
+def share() -> float:
+    """This rank's samples in the batch drawn last, of all; 1 in a process that is no rank of ours."""
+    return Joined.loaders.share if Joined.loaders is not None and place.ranks() > 1 else 1.0
+
+
+def mean(values: Sequence[float], shares: Sequence[float]) -> list[float]:
+    """Each value's mean over all ranks by their shares; as they are in a process that is no rank of ours. All ranks call this together.
 
     Nothing where the script has left the group already.
     """
     if place.ranks() == 1 or not values:
-        return values
+        return list(values)
     if not distributed.is_initialized():
         return []
-    own = torch.tensor(values, dtype=torch.float64)
+    own = torch.tensor(values, dtype=torch.float64) * torch.tensor(shares, dtype=torch.float64)
     distributed.all_reduce(own)
-    return (own / place.ranks()).tolist()
+    return [float(value) for value in own]
 
 
 def _become_rank(session: Session) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -12,6 +14,8 @@ from advisor.core.errors import AdvisorError
 from advisor.distributed import place
 from advisor.profiling.hostload import cpu_count
 from advisor.profiling.launcher import ScriptCommand
+
+_DEAD = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
 
 
 def on_ranks(command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, norms: str = "") -> ScriptCommand:
@@ -52,6 +56,16 @@ def clear(run_dir: Path, ranks: int) -> None:
     """Remove the copies of files that all ranks but the first have written."""
     for number in range(1, ranks):
         shutil.rmtree(place.folder(number, run_dir) / "files", ignore_errors=True)
+
+
+def dead_rank(told: str) -> str:
+    """Which rank has ended first, and how, in what torchrun says of it; "" where it says nothing."""
+    found = _DEAD.search(told[told.rfind("Root Cause") :] if "Root Cause" in told else told)
+    if found is None:
+        return ""
+    code = int(found.group(2))
+    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    return f"rank {found.group(1)} {how}"
 
 
 def log_of(run_dir: Path, rank: int) -> Path:

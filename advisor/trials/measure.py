@@ -76,6 +76,7 @@ class MeasureDriver:
         self._first_ns = 0
         self._clean = self._seen = 0
         self._written = False
+        self._shares: list[float] = []
         self._read = False
         self._prints: dict[str, tuple[float, ...]] = {}
         self._rank, self._ranks = 0, 1
@@ -105,6 +106,7 @@ class MeasureDriver:
         self._first_ns = self._first_ns or event.host_ns
         if self._seen <= self.session.warmup + self.session.steps + 1:
             self._losses.append(event.loss)
+            self._shares.append(joining.share())
             if place.ranks() > 1 and self._seen > self.session.warmup + self.session.steps:
                 self._read_losses()  # all ranks are here; at the end one may be gone
         if self._seen <= self.session.prints:
@@ -132,7 +134,8 @@ class MeasureDriver:
     def _read_losses(self) -> None:
         """They are numbers from now on: of ranks of ours the means of all."""
         if not self._read and any(loss is not None for loss in self._losses):
-            self._losses = list(joining.mean([float("nan") if loss is None else float(loss) for loss in self._losses]))
+            own = [float("nan") if loss is None else float(loss) for loss in self._losses]
+            self._losses = list(joining.mean(own, self._shares))
         self._read = True
 
     def _take(self, event: StepEvent) -> None:

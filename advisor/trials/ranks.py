@@ -124,10 +124,10 @@ def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, norms: s
     )
 
 
-def bare_log(command: ScriptCommand, proof: RanksProof, run_dir: Path) -> TrialLog:
+def bare_log(command: ScriptCommand, proof: RanksProof, run_dir: Path, early: str = "") -> TrialLog:
     """What `apply` shows where nothing else was kept."""
-    verdicts = tuple(records.verdicts(run_dir))
-    return TrialLog(script=command.words[0], argv=command.words[1:], verdicts=verdicts, notes=(told(proof),))
+    verdicts, notes = tuple(records.verdicts(run_dir)), tuple(filter(None, (told(proof), early)))
+    return TrialLog(script=command.words[0], argv=command.words[1:], verdicts=verdicts, notes=notes)
 
 
 def candidates(passes: int = 1) -> tuple[Recommendation, ...]:
@@ -180,8 +180,8 @@ def search(
     skip: Sequence[str],
     min_gain: float,
     say: Say,
-) -> tuple[PlanItem, ...]:
-    """Try in all ranks at once what only they can be searched for, on top of `kept`: across.py. What is kept of it.
+) -> tuple[tuple[PlanItem, ...], str]:
+    """Try in all ranks at once what only they can be searched for, on top of `kept`: across.py. What is kept of it, and what ended it early.
 
     Where a rank is lost the search ends there, its name is said, and what was kept until then stays.
     """
@@ -191,7 +191,7 @@ def search(
         if candidate.transform not in skip and (not only or candidate.transform in only)
     ]
     if not wanted:
-        return ()
+        return (), ""
     say(f"{counted(len(wanted), 'change')} of how gradients are sent, tried in all ranks")
     owners.hold(run_dir)
     script = Script(together, run_dir, launcher.launch, say)
@@ -207,9 +207,10 @@ def search(
     script.put_back()
     if script.interrupted:
         raise KeyboardInterrupt
-    if script.rank_failed:
-        say(f"the search in all ranks has ended: {script.rank_failed}")
-    return found_kept(records.verdicts(run_dir))
+    early = f"the search in all ranks has ended: {script.rank_failed}" if script.rank_failed else ""
+    if early:
+        say(early)
+    return found_kept(records.verdicts(run_dir)), early
 
 
 def told(proof: RanksProof) -> str:

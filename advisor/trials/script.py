@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from advisor.distributed import starting
 from advisor.distributed.place import FAILED, LOST, REFUSED
 from advisor.profiling import bytecode
 from advisor.profiling.launcher import Exit, ScriptCommand
@@ -147,6 +148,8 @@ class Script:
             self.interrupted = True
         of_ours = ended.timed_out or ended.stopped_by_advisor or ended.fault or ended.gave_up
         self.code = 0 if of_ours else ended.code
+        if ended.code and self.command.agent and not (self.rank_failed or self.refused):
+            self.rank_failed = starting.dead_rank(_tail(self.run_dir / records.OUTPUT_FILE, self._said_from))
         self._look_for_steps(ended)
         return Ended(ended)
 
@@ -214,15 +217,20 @@ def last_line(path: Path, *, since: int = 0) -> str:
         path: of the output.
         since: bytes of it to leave out, at its beginning.
     """
-    try:
-        with open(path, "rb") as stream:
-            stream.seek(max(since, stream.seek(0, 2) - _READ_BYTES))
-            lines = [_RANK.sub("", line) for line in stream.read().decode("utf-8", "replace").splitlines()]
-    except OSError:
-        return ""
+    lines = [_RANK.sub("", line) for line in _tail(path, since).splitlines()]
     told = [at for at, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if told:
         error = next((line for line in lines[told[-1] + 1 :] if line.strip() and not line.startswith(" ")), "")
         if _ERROR.match(error):
             return error.strip()[:300]
     return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+
+
+def _tail(path: Path, since: int) -> str:
+    """The end of the file behind so many bytes; "" where it cannot be read."""
+    try:
+        with open(path, "rb") as stream:
+            stream.seek(max(since, stream.seek(0, 2) - _READ_BYTES))
+            return stream.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from advisor.distributed import gradients as gradients_module
-from advisor.distributed import norms
+from advisor.distributed import joining, norms, place
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
@@ -130,3 +130,9 @@ def test_state_that_each_rank_keeps_of_its_part_is_refused(
     with pytest.raises(Refused):
         optimizer.step()
     assert "the buffer queue" in capsys.readouterr().err
+
+
+def test_losses_of_uneven_parts_count_by_their_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert joining.mean([2.0, 3.0], [1.0, 1.0]) == [2.0, 3.0]
+    monkeypatch.setenv(place.RANKS_VARIABLE, "2")
+    assert joining.mean([2.0, 4.0], [0.25, 0.5]) == [0.5, 2.0]  # in a group of one, what this rank adds

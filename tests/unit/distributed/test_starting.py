@@ -1,0 +1,62 @@
+"""The command that starts a script as several ranks, and what torchrun says of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from advisor.core.errors import AdvisorError
+from advisor.distributed import place, starting
+from advisor.profiling.launcher import ScriptCommand
+
+TOLD = """
+Failures:
+[1]:
+  time      : 2026-11-27_03:11:03
+  rank      : 0 (local_rank: 0)
+  exitcode  : -15 (pid: 23594)
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-27_03:11:03
+  host      : localhost
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 23593)
+  traceback : Signal 9 (SIGKILL) received by PID 23593
+"""
+
+
+def test_torchrun_stands_in_the_interpreters_place_and_the_words_stay(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    plain = ScriptCommand.parse((str(script), "--lr", "0.1"))
+    found = starting.on_ranks(plain, 3, tmp_path, seed=7, norms=place.LOCAL)
+    assert found.started[1:] == (
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "3",
+        str(script),
+        "--lr",
+        "0.1",
+    )
+    assert found.words == plain.words
+    variables = dict(found.variables)
+    assert (variables[place.RANKS_VARIABLE], variables[place.NORMS_VARIABLE]) == ("3", "local")
+    assert dict(starting.one_of(plain, 3).variables) == {place.SHARE_VARIABLE: "3"}
+    with pytest.raises(AdvisorError, match="a command of its own"):
+        starting.on_ranks(ScriptCommand(argv=("torchrun",), name="torchrun", literal=True), 2, tmp_path, seed=0)
+
+
+def test_the_rank_that_ended_first_is_named() -> None:
+    assert starting.dead_rank(TOLD) == "rank 1 was ended by SIGKILL"
+    assert starting.dead_rank("all is well") == ""
+
+
+def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, expected in (("", "1"), ("4,6", "6"), ("3", "")):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        place._see_one_gpu(1)
+        assert place.os.environ["CUDA_VISIBLE_DEVICES"] == expected
