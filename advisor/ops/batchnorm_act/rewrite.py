@@ -195,14 +195,17 @@ def _substitute(
     graph: fx.Graph, norm: BatchNorm, pattern: _Pattern, *, compiled: bool
 ) -> list[tuple[fx.Node, fx.Node, int]]:
     last = pattern.nodes[-1]
-    tensors = (norm.x, pattern.residual, norm.running_mean, norm.running_var, norm.weight, norm.bias)
-    arguments = (*tensors, norm.momentum, norm.eps, pattern.activation, pattern.slope)
+    tensors: tuple[fx.Node | None, ...] = (
+        *(norm.x, pattern.residual),
+        *(norm.running_mean, norm.running_var, norm.weight, norm.bias),
+    )
+    settings = (norm.momentum, norm.eps, pattern.activation, pattern.slope)
     running: list[tuple[fx.Node, fx.Node, int]] = []
     # At the norm's own place where all it takes is known there: who reads the statistics next finds them updated.
     with graph.inserting_before(last if pattern.residual is not None else norm.node):
         if norm.narrow:
             tensors = (*tensors[:2], *(_widened(graph, tensor) for tensor in tensors[2:]))
-            arguments = (*tensors, *arguments[len(tensors) :])
+        arguments = (*tensors, *settings)
         if not norm.training:
             fused = graph.call_function(
                 api.frozen_batchnorm_act, (*tensors, norm.eps, pattern.activation, pattern.slope)
