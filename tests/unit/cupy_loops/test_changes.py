@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,16 @@ import pytest
 import stub_cupy
 from test_profile import train
 
+import advisor
 from advisor.core import storage
-from advisor.core.plan import PlanItem
+from advisor.core.plan import Plan, PlanItem
 from advisor.cupy_loops import attach
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.changes.single import Single
 from advisor.profiling import stop
 from advisor.profiling.patches import Patches
 from advisor.profiling.session import Session
+from advisor.trials import planfile
 from advisor.trials.records import MEASURE_FILE, Measurement
 
 
@@ -117,3 +120,30 @@ def test_losses_are_copied_past_the_recorded_calls(tmp_path: Path, monkeypatch: 
         found.append(storage.load(tmp_path / MEASURE_FILE, Measurement).losses)
     assert replayed[0] > 20
     assert found[0] == found[1]
+
+
+def test_a_plan_is_enabled_and_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cp = stub_cupy.module()
+    monkeypatch.setitem(sys.modules, "cupy", cp)
+    monkeypatch.delenv("ADVISOR_SESSION", raising=False)
+    items = tuple(
+        PlanItem(transform=name, status=status) for name, status in (("cupy_single", "kept"), ("cupy_tf32", "reverted"))
+    )
+    plan = Plan(script="train.py", argv=(), created="2026-01-01T00:00:00+00:00", items=items)
+    planfile.write(tmp_path / "plan.yaml", plan)
+    advisor.enable(tmp_path / "plan.yaml")
+    try:
+        assert cp.zeros(1).dtype == np.float32
+    finally:
+        advisor.disable()
+    assert cp.zeros(1).dtype == np.float64
+
+
+def test_a_run_takes_what_is_for_cupy_and_leaves_the_rest_to_torch(tmp_path: Path) -> None:
+    cp = stub_cupy.module()
+    for names, dtype in ((("amp_bf16",), np.float64), (("cupy_single",), np.float32)):
+        items = tuple(PlanItem(transform=name, status="kept") for name in names)
+        attach.attach(Session(mode="run", run_dir=str(tmp_path), script="train.py", kept=items), cp)
+        assert cp.zeros(1).dtype == dtype
+    attach.take_off()
+    assert cp.zeros(1).dtype == np.float64
