@@ -7,13 +7,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from advisor.analysis.conv import bias_row
-from advisor.analysis.view import HALF, View, is_own, shapes_of
+from advisor.analysis.view import HALF, View, is_own, is_strict_fp32, shapes_of
 from advisor.core import layers
 from advisor.core.environment import Environment
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
 from advisor.core.roofline import limit_us, matrix_tflops
 
 FORWARD, DATA, WEIGHT, GRADIENTS = "forward", "data gradient", "weight gradient", "gradients"
+LARGE_TAPS, EXACT_TAPS = 11, ((1, 1), (3, 3))  # of the families large_depthwise and exact_conv
 OCTET = 8  # channels of 16 bits that a tensor core's operand is loaded by
 
 # The first that a kernel's name has in it. Names are cuDNN's, cuBLAS's, cutlass's and PyTorch's own (ATen/native/cuda/DepthwiseConv2d.cu).
@@ -184,7 +185,7 @@ def _product(
         flops=flops,
         nbytes=nbytes,
         least_us=least,
-        alternative=_alternative(environment, longest, flops, nbytes, times, sum(row.time_us for row in conversions)),
+        alternative=_alternative(view, longest, flops, nbytes, times, sum(row.time_us for row in conversions)),
     )
 
 
@@ -238,12 +239,13 @@ def settings(profile: StepProfile) -> tuple[str, ...]:
 
 
 def _alternative(
-    environment: Environment, row: KernelRow, flops: float, nbytes: float, time_us: float, conversion_us: float
+    view: View, row: KernelRow, flops: float, nbytes: float, time_us: float, conversion_us: float
 ) -> Alternative | None:
     """The one that could save most, of those whose least time is below this product's."""
-    if environment.device != "cuda" or not flops:
+    if not view.on_gpu or not flops or is_own(row):
         return None
-    found = []
+    environment = view.profile.environment
+    found = list(_own_kernels(view, row, flops, nbytes))
     if conversion_us > 0 and row.layout == "nchw":
         found.append(Alternative(what="NHWC", transform="channels_last", time_us=time_us, error="none"))
     if row.dtype in ("fp32", "tf32"):
@@ -255,3 +257,26 @@ def _alternative(
             found.append(Alternative(what="bf16", transform="amp_bf16", time_us=least, error="8 bits of 24"))
     faster = [other for other in found if other.time_us < time_us + conversion_us]
     return min(faster, key=lambda other: other.time_us) if faster else None
+
+
+def _own_kernels(view: View, row: KernelRow, flops: float, nbytes: float) -> Iterable[Alternative]:
+    """Bundled kernels with another algorithm that take this product: their products on tensor cores, and the bytes."""
+    geometry, environment = view.geometry(row), view.profile.environment
+    if geometry is None or geometry.transposed or (not geometry.unit_stride and geometry.depthwise):
+        return
+    if geometry.depthwise and max(geometry.kernel, default=0) >= LARGE_TAPS:
+        half = row.dtype in HALF
+        dtype = row.dtype if half else "fp16"
+        # Of the products with a Toeplitz matrix about two thirds are those of the convolution.
+        least = limit_us(environment, nbytes=nbytes, flops=1.5 * flops * (1 if half else 3), dtype=dtype)
+        yield Alternative(
+            what="Toeplitz products", transform="large_depthwise_conv", time_us=least, error="its own dtype's"
+        )
+    elif (
+        geometry.groups == 1
+        and is_strict_fp32(row)
+        and geometry.kernel in EXACT_TAPS
+        and matrix_tflops(environment, "fp16") > 0
+    ):
+        least = limit_us(environment, nbytes=nbytes, flops=3 * flops, dtype="fp16")
+        yield Alternative(what="fp32 in fp16 parts", transform="exact_conv", time_us=least, error="fp32's own")

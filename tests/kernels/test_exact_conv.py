@@ -19,8 +19,10 @@ from advisor.ops.exact_conv import cuda, spec
         ((1, 40, 5, 7), 8, (1, 5), 1, (0, 2), 1, 1),
     ],
 )
+@pytest.mark.parametrize("arch", [90, 80])  # Hopper's products, and everybody's
 def test_three_directions(
     emulated,
+    arch: int,
     shape: tuple[int, ...],
     outputs: int,
     taps: tuple[int, int],
@@ -29,6 +31,7 @@ def test_three_directions(
     dilation: int,
     groups: int,
 ) -> None:
+    emulated.use(sm_count=3, arch=arch)
     torch.manual_seed(0)
     x = torch.randn(shape) * 1e-20
     weight = torch.randn(outputs, shape[1] // groups, *taps) * 1e15

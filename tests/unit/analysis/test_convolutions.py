@@ -101,3 +101,19 @@ def test_odd_channels_without_tensor_cores_are_named() -> None:
 def test_no_alternative_is_slower_than_what_runs() -> None:
     (product,) = products(profile(kernel("sm90_xmma_fprop", dtype="bf16", tensor_core=True, time_us=1.0)))
     assert product.alternative is None
+
+
+def test_bundled_kernels_with_another_algorithm_are_alternatives() -> None:
+    row = kernel("void conv_depthwise2d_forward_kernel", dtype="bf16", time_us=9000.0)
+    model = ModelFacts(convs=(conv("layer1.conv", 31, (64, 64), groups=64),))
+    (product,) = products(replace(profile(row), model=model))
+    assert product.alternative is not None
+    assert product.alternative.transform == "large_depthwise_conv"
+    (product,) = products(profile(kernel("implicit_convolve_sgemm", time_us=600.0), tf32_conv=False))
+    told = {product.alternative.transform for product in (product,) if product.alternative}
+    assert told == {"amp_bf16"}  # the least time of all; in fp32 the parts are the best
+    machine = replace(profile().environment, matrix_tflops={"fp32": 50.0, "fp16": 800.0})
+    (product,) = products(replace(profile(kernel("implicit_convolve_sgemm", time_us=600.0)), environment=machine))
+    assert product.alternative is not None
+    assert (product.alternative.transform, product.alternative.error) == ("exact_conv", "fp32's own")
+    assert product.alternative.time_us == pytest.approx(3 * FLOPS / 800e6)
