@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from advisor.core import storage
 from advisor.core.attempt import ATTEMPT_FILE, PATCH, Attempt
@@ -44,6 +45,62 @@ class _Both:
     changed: list[Measurement]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Trial:
+    """One patch on one script: both as commands, and what starts them."""
+
+    plain: FreshRuns
+    changed: FreshRuns
+    copy: shadow.Shadow
+    limits: Budget
+    min_gain: float
+    say: Say
+
+    def judged(self) -> dict[str, Any]:
+        """Gather runs until the answer is there, or the time is over; the fields of the attempt.
+
+        Raises:
+            AdvisorError: where the plain script gives no measurement.
+        """
+        runs, checks = _Both([], []), dict[str, Check]()
+        for number in range(1, ROUNDS + 1):
+            if number > 1 and (time.time() > self.limits.until or _decided(checks)):
+                break
+            if ended := self._round(number, runs):
+                verdict, reason = ended
+                return {"verdict": verdict, "reason": reason, **checks}
+            checks = _checks(runs, self.copy, self.min_gain)
+        ratio = proof.ratio(runs.plain, runs.changed, flow=False)
+        low, point, high = ratio.bounds or (None, None, None)
+        verdict, reason = _verdict(checks)
+        return {
+            "verdict": verdict,
+            "reason": reason,
+            "speedup": point,
+            "speedup_low": low,
+            "speedup_high": high,
+            "plain_us": ratio.slow_us,
+            "changed_us": ratio.fast_us,
+            "notes": _notes(runs),
+            **checks,
+        }
+
+    def _round(self, number: int, runs: _Both) -> tuple[str, str] | None:
+        """Two runs of each kind more; a verdict with its reason where one of them ends the trial."""
+        for kind in ROUND:
+            one, gathered = (self.plain, runs.plain) if kind == PLAIN else (self.changed, runs.changed)
+            self.say(f"round {number}: {'the script as it is' if kind == PLAIN else 'the patched copy'}")
+            found = one.measure(spent.STACK, (), turn=len(gathered), watched=self.copy.paths())
+            if one.script.interrupted:
+                return INCONCLUSIVE, "interrupted"
+            if found is None and kind == PLAIN:
+                raise AdvisorError(f"the script as it is gave no measurement: {_why(one.script)}")
+            if found is None:
+                return FAILED, f"the patched script gave no measurement: {_why(one.script)}"
+            gathered.append(found)
+        return None
+
+
 def try_patch(
     command: ScriptCommand,
     words: Sequence[str],
@@ -70,63 +127,35 @@ def try_patch(
     owners.hold(run_dir)
     copy = shadow.make(patch, run_dir / COPY, command.name)
     say(f"the patch is applied to a copy; it changes {', '.join(copy.files)}")
-
-    def judged(verdict: str, reason: str, **more: object) -> Attempt:
-        found = Attempt(
-            kind=PATCH,
-            name=str(patch),
-            verdict=verdict,
-            reason=reason,
-            script=command.words[0],
-            argv=command.words[1:],
-            files=copy.files,
-            seconds=time.time() - began,
-            run=str(run_dir),
-            **more,  # type: ignore[arg-type]
-        )
-        storage.save(run_dir / ATTEMPT_FILE, found)
-        return found
-
-    try:
-        patched = _command_in(copy, words, module)
-    except BrokenScript as error:
-        return judged(FAILED, f"the patched script does not compile: {str(error).splitlines()[-1]}")
     limits = Budget.from_now(max_time_s, None)
-    plain = FreshRuns(Script(command, run_dir, start, say), limits.trial_s, settle_s=SETTLE_S)
-    path = copy.python_path()
-    there = functools.partial(start, cwd=copy.directory(), before_path=path)
-    changed = FreshRuns(Script(patched, run_dir, there, say), limits.trial_s, settle_s=SETTLE_S)
-    runs = _Both([], [])
-    checks: dict[str, Check] = {}
-    for number in range(1, ROUNDS + 1):
-        if number > 1 and (time.time() > limits.until or _decided(checks)):
-            break
-        for kind in ROUND:
-            one, gathered = (plain, runs.plain) if kind == PLAIN else (changed, runs.changed)
-            say(f"round {number}: {'the script as it is' if kind == PLAIN else 'the patched copy'}")
-            found = one.measure(spent.STACK, (), turn=len(gathered), watched=copy.paths())
-            if one.script.interrupted:
-                return judged(INCONCLUSIVE, "interrupted", **checks)
-            if found is None and kind == PLAIN:
-                raise AdvisorError(f"the script as it is gave no measurement: {_why(one.script)}")
-            if found is None:
-                return judged(FAILED, f"the patched script gave no measurement: {_why(one.script)}", **checks)
-            gathered.append(found)
-        checks = _checks(runs, copy, min_gain)
-    ratio = proof.ratio(runs.plain, runs.changed, flow=False)
-    low, point, high = ratio.bounds or (None, None, None)
-    verdict, reason = _verdict(checks)
-    return judged(
-        verdict,
-        reason,
-        speedup=point,
-        speedup_low=low,
-        speedup_high=high,
-        plain_us=ratio.slow_us,
-        changed_us=ratio.fast_us,
-        notes=_notes(runs),
-        **checks,
+    there = functools.partial(start, cwd=copy.directory(), before_path=copy.python_path())
+    try:
+        patched = Script(_command_in(copy, words, module), run_dir, there, say)
+    except BrokenScript as error:
+        told = f"the patched script does not compile: {str(error).splitlines()[-1]}"
+        outcome: dict[str, Any] = {"verdict": FAILED, "reason": told}
+    else:
+        trial = _Trial(
+            plain=FreshRuns(Script(command, run_dir, start, say), limits.trial_s, settle_s=SETTLE_S),
+            changed=FreshRuns(patched, limits.trial_s, settle_s=SETTLE_S),
+            copy=copy,
+            limits=limits,
+            min_gain=min_gain,
+            say=say,
+        )
+        outcome = trial.judged()
+    found = Attempt(
+        kind=PATCH,
+        name=str(patch),
+        script=command.words[0],
+        argv=command.words[1:],
+        files=copy.files,
+        seconds=time.time() - began,
+        run=str(run_dir),
+        **outcome,
     )
+    storage.save(run_dir / ATTEMPT_FILE, found)
+    return found
 
 
 def _command_in(copy: shadow.Shadow, words: Sequence[str], module: bool) -> ScriptCommand:
