@@ -14,7 +14,7 @@ from advisor.ops import catalog, dispatch, nvrtc
 from advisor.profiling.training import RootModule, Training
 from advisor.transforms import registry
 
-pytestmark = pytest.mark.skipif(bool(reason := nvrtc.unavailable()), reason=reason or "")
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(reason := nvrtc.unavailable()), reason=reason or "")]
 
 # The net, the input's shape, and the families whose kernels must run.
 NETS = {
