@@ -24,6 +24,7 @@ from advisor.profiling.training import Training
 from advisor.transforms import numpy_flags
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers, hooks_of
+from advisor.transforms.graphs import host_values
 from advisor.transforms.patch import all_or_nothing, target_of
 
 # Dynamo keeps at most this many versions of one code object before it silently runs eagerly. Trials switch layers below
@@ -181,7 +182,7 @@ def _dispatching(in_force: _InForce) -> _Backend:
 
         def run(*args: Any) -> Any:
             assert in_force.layer is not None
-            return in_force.layer.rewritten(graph)(*args)
+            return host_values.inside(in_force.layer.rewritten(graph), *args)
 
         return run
 

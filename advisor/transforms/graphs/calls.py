@@ -17,7 +17,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from advisor.core.errors import first_line
+from advisor.profiling import compiles
 from advisor.transforms import tf32
+from advisor.transforms.forward import CAPTURED, ForwardStack
 from advisor.transforms.graphs import hooks
 from advisor.transforms.graphs.arguments import Arguments, taken_apart
 from advisor.transforms.graphs.captured import Captured
@@ -64,7 +66,7 @@ class GraphedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self.module()
-        if _paused or module is None:
+        if _paused or module is None or torch.compiler.is_compiling():  # Dynamo traces what lies around it, through it
             return self.inner(*args, **kwargs)
         if not module.training or not torch.is_grad_enabled():
             self.eager["it is called in evaluation mode or without gradients"] += 1
@@ -98,7 +100,7 @@ class GraphedForward:
         calls = self.calls[key]
         if key in self.failed or not 1 < calls <= WARM_CALLS:
             return self.inner(*args, **kwargs)
-        with self._host.setdefault(key, HostValues()).watching():
+        with self._host.setdefault(key, HostValues()).watching(within=self._compiled()):
             output = self.inner(*args, **kwargs)
         failed = self.failed
 
@@ -159,6 +161,7 @@ class GraphedForward:
                 arguments,
                 beside=self.layer.beside,
                 host_values=host_values or self._host.get(key),
+                within=self._compiled(),
             )
         except Exception as error:
             self.failed[key] = told(error)
@@ -186,6 +189,15 @@ class GraphedForward:
         if len({kind[3:] for kind in kinds}) == 1:
             return "arguments that are no tensors change from call to call"
         return "shapes, dtypes or layouts of its inputs change from call to call"
+
+    def _compiled(self) -> bool:
+        """Whether Dynamo has a hand in the forward: ours, or the script's own."""
+        module = self.module()
+        return (
+            module is None
+            or ForwardStack.of(module).get(CAPTURED) is not None
+            or any(compiles.is_compiled(m) for m in module.modules())
+        )
 
     def _direct(self, captured: Captured) -> bool:
         """Whether gradients may go past autograd.

@@ -38,7 +38,7 @@ class Captured:
 
     Args:
         beside: weight gradients are captured on a stream of their own.
-        host_values: what eager calls have brought from the host.
+        host_values: what eager calls have brought from the host; `within`: into a forward that Dynamo captures.
 
     Raises:
         Exception: what a capture cannot hold; nothing of it is left then.
@@ -57,6 +57,7 @@ class Captured:
         *,
         beside: bool,
         host_values: HostValues | None = None,
+        within: bool = False,
     ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in arguments.tensors)
@@ -75,7 +76,7 @@ class Captured:
             with tensors_stay(module) as stay, _aliased_parameters(module) as leaves:
                 with (
                     no_host_chance(),
-                    (host_values or HostValues()).standing(),
+                    (host_values or HostValues()).standing(within=within),
                     # thread_local: a loader's pinning thread may allocate while we capture
                     torch.cuda.graph(self.forward, stream=stream, capture_error_mode="thread_local"),
                 ):

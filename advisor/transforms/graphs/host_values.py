@@ -3,6 +3,9 @@
 A CUDA graph cannot hold such a copy: it would read the host's memory at each replay, long after that is gone. Where the numbers are the
 same in each call, as those of a table are, the graph copies what an eager call has brought. `HostValues` watches two eager calls; what
 differs between them (numbers drawn on the host, a schedule's) keeps the forward from being captured.
+
+torch's calls have stand-ins meanwhile. Dynamo guards on these, and would compile a forward anew that it sees with others: in one that it
+captures they stand only while a captured graph runs (`inside`).
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ class HostValues:
         self._calls: list[list[_Brought]] = []
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Around an eager call."""
+    def watching(self, *, within: bool) -> Iterator[None]:
+        """Around an eager call; `within`: of a forward that Dynamo captures."""
         brought: list[_Brought] = []
         self._calls = [*self._calls[-1:], brought]
 
@@ -67,7 +70,7 @@ class HostValues:
                 brought.append(_Brought(found.detach().cpu(), found.detach().clone(), _line()))
             return found
 
-        with _in_place_of(move, make):
+        with _later(move, make) if within else _in_place_of(move, make):
             yield
 
     def differ(self) -> str:
@@ -83,8 +86,8 @@ class HostValues:
         return ""
 
     @contextmanager
-    def standing(self) -> Iterator[None]:
-        """Around a capture: what was brought stands where it would be brought.
+    def standing(self, *, within: bool) -> Iterator[None]:
+        """Around a capture: what was brought stands where it would be brought; `within` as there.
 
         Raises:
             RuntimeError: from inside, where the forward brings something else.
@@ -114,7 +117,7 @@ class HostValues:
             dtype = kwargs.get("dtype", args[0].dtype if plain.__name__ == "new_tensor" else None)
             return known(torch.tensor(data, dtype=dtype) if not isinstance(data, torch.Tensor) else data.to(dtype))
 
-        with _in_place_of(move, make):
+        with _later(move, make) if within else _in_place_of(move, make):
             yield
 
 
@@ -145,6 +148,29 @@ def _leads_to_device(tensor: torch.Tensor, args: tuple[Any, ...], kwargs: dict[s
 def _line() -> str:
     frame = next(script_frames(sys._getframe(1)), None)
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else "torch's own code"
+
+
+_Way = Callable[..., Any]
+_waiting: tuple[_Way, _Way] | None = None
+
+
+@contextmanager
+def _later(move: _Way, make: _Way) -> Iterator[None]:
+    """Inside, these stand in while `inside` runs something."""
+    global _waiting
+    before, _waiting = _waiting, (move, make)
+    try:
+        yield
+    finally:
+        _waiting = before
+
+
+def inside(run: Callable[..., Any], *args: Any) -> Any:
+    """Run a graph that Dynamo has captured, past its guards."""
+    if _waiting is None:
+        return run(*args)
+    with _in_place_of(*_waiting):
+        return run(*args)
 
 
 @contextmanager

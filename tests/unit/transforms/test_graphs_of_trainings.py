@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
 from advisor.profiling.training import RootModule, Training
+from advisor.transforms import capture
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.graphs import calls, hooks, host_values
 from advisor.transforms.graphs.calls import WARM_CALLS
@@ -580,11 +581,11 @@ def test_a_table_is_brought_from_the_host_once() -> None:
         return [(torch.arange(4.0) * scale * i).type_as(there) for i in range(1, 1 + times)]
 
     def in_a_capture(**options: Any) -> list[torch.Tensor]:
-        with found.standing():
+        with found.standing(within=False):
             return forward(**options)
 
     for _ in range(2):
-        with found.watching():
+        with found.watching(within=False):
             forward(times=2)
     assert found.differ() == ""
     assert [t.tolist() for t in in_a_capture(times=2)] == [[0, 1, 2, 3], [0, 2, 4, 6]]
@@ -593,13 +594,50 @@ def test_a_table_is_brought_from_the_host_once() -> None:
     for options in ({"scale": 2.0}, {"times": 3}):
         with pytest.raises(RuntimeError, match=r"brings other numbers from the host at each call \(.*\.py:\d+\)"):
             in_a_capture(**{"times": 2, **options})
-    with found.watching():
+    with found.watching(within=False):
         forward(scale=3.0, times=2)
     assert "brings other numbers from the host at each call" in found.differ()
     for times in (2, 1):
-        with found.watching():
+        with found.watching(within=False):
             forward(times=times)
     assert "in some calls alone" in found.differ()
+    for times in (1, 2):  # where Dynamo captures, only what runs in its graphs
+        with found.watching(within=True):
+            forward(times=3)
+            host_values.inside(lambda times=times: forward(times=times))
+    assert "in some calls alone" in found.differ()
+
+
+class Tabled(nn.Module):
+    """Makes a table in each forward, and moves it to where its input is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = torch.arange(8, dtype=torch.float64).to(device=x.device, dtype=x.dtype)
+        return self.fc(x.mean((1, 2)) + table.to(torch.float64).type_as(x))
+
+
+@pytest.mark.parametrize("whose", ["ours", "the script's"])
+def test_stand_ins_for_what_brings_numbers_are_hidden_from_dynamo(whose: str, graphs: list[Graph]) -> None:
+    """It guards on torch's own functions: each watched call was compiled anew, and the graph broke where the stand-in was."""
+
+    def make() -> nn.Module:
+        net = Tabled()
+        if whose != "ours":
+            net.__dict__["forward"] = torch.compile(type(net).forward.__get__(net), backend="eager", dynamic=False)
+        return net
+
+    found = Twins(make, trained)
+    if whose == "ours":
+        capture.set_family([found.graphed], "bias_act")
+    torch._dynamo.utils.counters.clear()
+    found.run()
+    assert found.replays == STEPS - WARM_CALLS
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 # ── wrappers of one ──────────────────────────────────────────────────────────────────────────────────
