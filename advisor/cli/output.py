@@ -123,10 +123,10 @@ def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) ->
 
 
 def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO, plan: Path | None = None) -> str:
-    from advisor.reporting import terminal
+    from advisor.reporting import terminal_trials
 
     present = {name: run_dir / name for name in FILES if run_dir is not None and (run_dir / name).exists()}
-    return terminal.trials_text(
+    return terminal_trials.trials_text(
         trials,
         width(),
         color(stream),

@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.storage import write_text
 from advisor.core.units import counted
-from advisor.reporting.terminal import printable
+from advisor.reporting.page import printable
 
 
 @click.group(cls=Group)

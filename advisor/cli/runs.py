@@ -14,7 +14,7 @@ from advisor.cli.help import Group
 from advisor.cli.parameters import Age, format_option
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.units import bytes_text, counted
-from advisor.reporting.terminal import printable
+from advisor.reporting.page import printable
 
 if TYPE_CHECKING:
     from advisor.runs.listing import Run

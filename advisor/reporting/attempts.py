@@ -6,7 +6,7 @@ from advisor.core.attempt import PATCH, Attempt
 from advisor.core.transform_table import title
 from advisor.core.units import time_text
 from advisor.core.verdict import KEPT, Check
-from advisor.reporting.terminal import Page
+from advisor.reporting.page import Page
 
 _WORDS = {True: "passed", False: "failed", None: "open"}
 _COLORS = {True: "green", False: "red", None: "yellow"}

@@ -12,7 +12,7 @@ from advisor.core.storage import to_plain
 from advisor.core.units import counted, percent_text, shape_text, time_text
 from advisor.reporting import wording
 from advisor.reporting.machine import cell
-from advisor.reporting.terminal import clip_path, printable
+from advisor.reporting.page import clip_path, printable
 
 CONV_SCHEMA_VERSION = 1
 SHOWN = 20  # products, unless all are asked for

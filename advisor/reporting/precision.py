@@ -10,7 +10,7 @@ from advisor.core.precision import Audited, PrecisionRecord
 from advisor.core.profile import StepProfile
 from advisor.core.roofline import limit_us
 from advisor.core.units import counted, time_text
-from advisor.reporting.terminal import clip_path
+from advisor.reporting.page import clip_path
 
 SHOWN = 30
 # From the dearest on. What is cheaper than TF32 is half precision, of which bf16 needs no scaling of losses.

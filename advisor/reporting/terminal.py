@@ -3,85 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import statistics
-import textwrap
-import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
-from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text, unbroken
-from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
-from advisor.reporting import breakdown, places, wording
+from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text
+from advisor.reporting import breakdown, wording
 from advisor.reporting.compare import Comparison, Delta
+from advisor.reporting.page import MIN_WIDTH, Page, bar, clip, clip_path, printable
 
-_CODES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "94", "cyan": "36"}
-_EIGHTHS = " ▏▎▍▌▋▊▉"
-_STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE: "cyan", UNCONFIRMED: "cyan"}
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
-MIN_WIDTH = 72
 TOP_GAPS = 5
 TOP_CARDS = 6
-TOP_REASONS = 3
-EXAMPLES = 2  # of the places of one reason
-
-
-@dataclass(frozen=True, slots=True)
-class Page:
-    """Lines no longer than `width`, coloured or not."""
-
-    width: int
-    color: bool
-
-    def paint(self, text: str, *styles: str) -> str:
-        if not self.color or not text:
-            return text
-        return f"\x1b[{';'.join(_CODES[s] for s in styles)}m{text}\x1b[0m"
-
-    def heading(self, text: str, note: str = "") -> str:
-        room = self.width - len(text) - 2
-        return self.paint(text, "bold") + ("  " + self.paint(clip(note, room), "dim") if note and room > 12 else "")
-
-    def wrap(self, text: str, indent: int, *styles: str, first: int | None = None) -> list[str]:
-        """`text` as indented lines that no number ends, its unit being on the next.
-
-        A word longer than a line (a kernel's name) is cut, not run over the edge.
-        """
-        start = indent if first is None else first
-        lines = textwrap.wrap(
-            unbroken(printable(text)),
-            max(self.width, indent + 20),
-            initial_indent=" " * start,
-            subsequent_indent=" " * indent,
-            break_on_hyphens=False,
-        )
-        lines = [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
-        return [self.paint(line, *styles) if styles else line for line in lines]
-
-
-def printable(text: str) -> str:
-    """One line without control characters: a kernel's or file's name must not be able to drive the terminal."""
-    return "".join(" " if unicodedata.category(c) in ("Cc", "Zl", "Zp") else c for c in text)
-
-
-def clip(text: str, width: int) -> str:
-    """`text` in at most `width` columns, cut at the end."""
-    text = printable(text)
-    return text if len(text) <= width else text[: max(width - 1, 0)] + "…"
-
-
-def clip_path(text: str, width: int) -> str:
-    """`text` in at most `width` columns, cut at the front, where paths and module names say least."""
-    text = printable(text)
-    return text if len(text) <= width else "…" + text[len(text) - max(width - 1, 0) :]
-
-
-def bar(fraction: float, width: int) -> str:
-    """A horizontal bar of exactly `width` columns in eighths of a column."""
-    eighths = round(max(0.0, min(1.0, fraction)) * width * 8)
-    full, rest = divmod(eighths, 8)
-    return ("█" * full + (_EIGHTHS[rest] if rest else "")).ljust(width)
 
 
 def profile_text(
@@ -300,129 +233,6 @@ def _next(page: Page, profile: StepProfile, findings: Findings | None, command: 
         return [page.heading("Next"), *page.wrap(wording.sentence(why), 2)]
     # Never cut or wrapped: it is there to be copied.
     return [page.heading("Next"), "  " + page.paint(printable(wording.next_apply(profile, command)), "cyan")]
-
-
-def trials_text(
-    log: TrialLog,
-    width: int = 100,
-    color: bool = False,
-    *,
-    command: str = "advisor",
-    plan: str = "",
-    listed_in: str = "report.html",
-) -> str:
-    """What `apply` shows: a line for each trial, then how many places those kept have, then the stack against the plain script,
-    files and the next command. `listed_in` is the file that has every place by its path.
-    """
-    page = Page(max(width, MIN_WIDTH), color)
-    blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
-    if following := wording.next_of_trials(log, command, plan):
-        note = "settles the unconfirmed changes in fresh processes, without a search" if not wording.usable(log) else ""
-        blocks.append([page.heading("Next", note), "  " + page.paint(printable(following), "cyan")])
-    return "\n\n".join("\n".join(block) for block in blocks if block)
-
-
-def _trials(page: Page, log: TrialLog) -> list[str]:
-    lines = [page.heading("Trials", f"{counted(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
-    if not log.verdicts:
-        return [*lines, "  Nothing was tried."]
-    lines += page.wrap(wording.trials_headline(log), 2, "bold")
-    if where := wording.spent(log):
-        lines += page.wrap(f"Time: {where}.", 2, "dim")
-    names = {id(v): v.title or v.transform for v in log.verdicts}
-    if any(v.round > 1 for v in log.verdicts):
-        lines += page.wrap(wording.round_headline(log, 1), 2, "bold")
-    predicted = {id(v): wording.gain(v.predicted) for v in log.verdicts}
-    measured = {id(v): wording.gain(v.gain) for v in log.verdicts}
-    wide, wider = max(map(len, ("predicted", *predicted.values()))), max(map(len, ("measured", *measured.values())))
-    name_width = min(max(map(len, names.values())), max(16, page.width - 22 - wide - wider))
-    head = f"  {'change':<{name_width}}  {'predicted':>{wide}}  {'measured':>{wider}}  verdict"
-    lines.append(page.paint(head, "dim"))
-    begun = 1
-    for v in sorted(log.verdicts, key=lambda v: v.round):  # what an earlier round left open is decided at the end
-        if v.round != begun:
-            begun = v.round
-            lines += page.wrap(wording.round_headline(log, begun), 2, "bold")
-        status = clip(v.status, 14)
-        painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
-        line = f"  {clip(names[id(v)], name_width):<{name_width}}  {predicted[id(v)]:>{wide}}  {measured[id(v)]:>{wider}}  "
-        room = page.width - len(line) - 15
-        reason = wording.reason(v)
-        if room >= 40 and len(reason) <= room:
-            lines.append(line + painted + " " * (15 - len(status)) + page.paint(printable(reason), "dim"))
-        else:
-            lines.append(line + painted)
-            lines += page.wrap(reason, 6, "dim", first=4)
-    if any(v.predicted is not None or v.gain is not None for v in log.verdicts):
-        text = "Predicted: the share of the step that the change would save, as profiled for its round."
-        if percent := wording.confidence(log):
-            text += f" Measured: the share that it saved, {percent} interval."
-        lines += page.wrap(text, 2, "dim")
-    return lines
-
-
-def _places(page: Page, log: TrialLog, listed_in: str) -> list[str]:
-    told = places.told(log)
-    if not told:
-        return []
-    lines = [page.heading("Where kept changes took effect", f"by path in {listed_in} or --format json")]
-    for verdict in told:
-        lines += page.wrap(places.headline(verdict), 4, first=2)
-        reasons = places.grouped(verdict.unmatched)
-        shown = TOP_REASONS + (len(reasons) == TOP_REASONS + 1)  # its line may as well say the one that is left
-        for reason in reasons[:shown]:
-            examples = ", ".join(clip_path(path, page.width // 2) for path in reason.paths[:EXAMPLES])
-            also = ", …" if len(reason.paths) > EXAMPLES else ""
-            text = clip(reason.text or "no reason was recorded", 2 * page.width)
-            lines += page.wrap(f"{len(reason.paths):>5,}  {text}, at {examples}{also}", 11, "dim", first=4)
-        if rest := reasons[shown:]:
-            count = sum(len(reason.paths) for reason in rest)
-            lines += page.wrap(f"{count:>5,}  for {counted(len(rest), 'other reason')}", 11, "dim", first=4)
-    return lines
-
-
-def _stack(page: Page, log: TrialLog) -> list[str]:
-    stack = log.stack
-    if stack is None:
-        return []
-    style = {True: "green", False: "red", None: "yellow"}[stack.passed]
-    lines = [page.heading("All kept changes together", "against the plain script, in fresh processes")]
-    if stack.plain_us and stack.stack_us:
-        plain, both = (statistics.geometric_mean(t) for t in (stack.plain_us, stack.stack_us))
-        runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
-        lines.append(
-            f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan  {page.paint(runs, 'dim')}"
-        )
-    if stack.speedup is not None:
-        text = f"{wording.factor(stack.speedup)}"
-        if stack.speedup_low is not None and stack.speedup_high is not None:
-            text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
-        lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")
-    if device := wording.device_speedup(stack):
-        lines += page.wrap(device, 11, first=11)
-    if stack.samples_per_s_plain and stack.samples_per_s_stack:
-        rates = (samples_text(r) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))
-        lines.append("  Rate     {} → {} samples/s".format(*rates))
-    word = {True: "passed", False: "FAILED", None: "undecided"}[stack.passed]
-    lines += page.wrap(f"Checks   {word}: {stack.detail}", 11, style, first=2)
-    return lines
-
-
-def _written(page: Page, log: TrialLog) -> list[str]:
-    lines = []
-    if log.files_written:
-        lines = [page.heading("Files the script wrote during the search, put back since")]
-        for name in log.files_written[:8]:
-            lines += page.wrap(name, 4, "dim", first=2)
-        if len(log.files_written) > 8:
-            lines.append(page.paint(f"  {len(log.files_written) - 8} more in the report.", "dim"))
-    if not log.complete:
-        lines += page.wrap("The search did not finish; what was decided until then is above.", 2, "yellow")
-    if log.notes:
-        lines += [*([""] if lines else []), page.heading("Notes of the search")]
-    for note in log.notes:
-        lines += page.wrap(wording.sentence(note), 2, "dim")
-    return lines
 
 
 def question_text(recommendation: Recommendation, width: int = 100) -> str:

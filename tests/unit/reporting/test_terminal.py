@@ -8,7 +8,7 @@ import samples
 
 from advisor.core.findings import Finding, Findings, Interval, Outcome
 from advisor.core.profile import StepProfile
-from advisor.reporting import machine, terminal
+from advisor.reporting import machine, terminal, terminal_trials
 from advisor.reporting.compare import compare_profiles
 from advisor.reporting.html import report_html
 from advisor.rules import cards
@@ -20,7 +20,7 @@ def _texts(width: int, color: bool) -> list[str]:
     profile, findings, trials = samples.resnet50(), samples.findings(), samples.trials()
     return [
         terminal.profile_text(profile, findings, width, color, explain=True),
-        terminal.trials_text(trials, width, color),
+        terminal_trials.trials_text(trials, width, color),
         terminal.comparison_text(compare_profiles(profile, samples.cpu_run()), width, color),
         terminal.recommendations_text(None, findings, width, color),
         terminal.profile_text(samples.cpu_run(), None, width, color),
@@ -108,7 +108,7 @@ def test_what_saves_nothing_is_not_offered_as_help():
 
 
 def test_trials_show_predicted_beside_measured_and_the_stack():
-    text = terminal.trials_text(samples.trials(), 160)
+    text = terminal_trials.trials_text(samples.trials(), 160)
     line = next(line for line in text.splitlines() if line.startswith("  fused batch norm"))
     assert "11–32 %" in line
     assert "27–29 %" in line
@@ -128,7 +128,7 @@ def test_trials_show_predicted_beside_measured_and_the_stack():
 
 def test_a_failed_stack_is_not_sold():
     log = samples.trials()
-    text = terminal.trials_text(replace(log, stack=replace(log.stack, passed=False, detail="losses part")), 80)
+    text = terminal_trials.trials_text(replace(log, stack=replace(log.stack, passed=False, detail="losses part")), 80)
     assert "FAILED: losses part" in text
     assert "advisor run" not in text
 
@@ -148,7 +148,7 @@ def test_names_cannot_drive_the_terminal():
     profile, findings, log = samples.hostile()
     for text in (
         terminal.profile_text(profile, findings, 80, explain=True),
-        terminal.trials_text(log, 80),
+        terminal_trials.trials_text(log, 80),
         terminal.comparison_text(compare_profiles(profile, profile), 80),
         terminal.recommendations_text(profile, findings, 80),
     ):
@@ -179,7 +179,7 @@ def test_of_a_verification_what_is_wrong_is_told_and_the_rest_counted():
 def test_no_line_ends_between_a_number_and_its_unit(width):
     spent = dict.fromkeys(("first profile", "timed blocks", "numeric gate", "matching", "warm-up of changes"), 11.0)
     log = replace(samples.trials(), spent=spent)
-    for line in terminal.trials_text(log, width).splitlines():
+    for line in terminal_trials.trials_text(log, width).splitlines():
         assert not re.match(r" +(s|%|pairs)\b", line), line
 
 
@@ -188,7 +188,7 @@ def test_columns_of_trials_fit_the_widest_interval():
         samples.trials().verdicts[0], gain=Interval(low=-421.95, high=0.9999), predicted=Interval(low=-0.21, high=0.35)
     )
     log = replace(samples.trials(), verdicts=(wide, *samples.trials().verdicts[1:]))
-    lines = terminal.trials_text(log, 120).splitlines()
+    lines = terminal_trials.trials_text(log, 120).splitlines()
     head = next(line for line in lines if line.startswith("  change"))
     for v in log.verdicts:
         row = next(line for line in lines if line.startswith(f"  {v.title} "))
@@ -199,7 +199,7 @@ def test_notes_of_a_run_and_of_a_search_are_sentences():
     profile = replace(samples.resnet50(), notes=("the script ended early",))
     assert "  The script ended early.\n" in terminal.profile_text(profile, None, 80) + "\n"
     log = replace(samples.trials(), notes=("no time was left for round 2",))
-    assert "  No time was left for round 2.\n" in terminal.trials_text(log, 80) + "\n"
+    assert "  No time was left for round 2.\n" in terminal_trials.trials_text(log, 80) + "\n"
 
 
 def test_a_share_too_small_to_show_is_not_nothing():
@@ -218,13 +218,13 @@ def test_one_rule_is_singular():
 def test_each_round_is_told_once_also_where_its_last_verdict_comes_later():
     first, second, *_, last = samples.trials().verdicts
     log = replace(samples.trials(), verdicts=(first, replace(second, round=2), replace(last, round=1)))
-    text = terminal.trials_text(log, 100)
+    text = terminal_trials.trials_text(log, 100)
     assert text.count("Round 1,") == 1
     assert text.index(last.title) < text.index("Round 2")
 
 
 def test_notes_of_a_search_are_no_files():
-    text = terminal.trials_text(replace(samples.trials(), notes=("no time was left for round 3",)), 80)
+    text = terminal_trials.trials_text(replace(samples.trials(), notes=("no time was left for round 3",)), 80)
     assert "(diverted from checkpoint.pth)\n\nNotes of the search\n  No time was left for round 3.\n" in text
 
 
@@ -252,7 +252,7 @@ def _where(text: str) -> list[str]:
 
 
 def test_places_of_what_is_kept_are_counted_with_reasons_most_frequent_first():
-    note, *lines = _where(terminal.trials_text(samples.many_places(), 160))
+    note, *lines = _where(terminal_trials.trials_text(samples.many_places(), 160))
     assert note == "by path in report.html or --format json"
     assert lines == [
         "  fused batch norm, add and ReLU: 250 places, 120 left as before",
@@ -269,7 +269,7 @@ def test_many_places_take_few_lines_that_fit(width):
     fused = next(v for v in log.verdicts if v.unmatched)
     left = (*fused.unmatched, *[f"{'deep.' * 900}: {'because ' * 900}"] * 80, "x: y", "y: z")
     crowded = replace(log, verdicts=(replace(fused, unmatched=left),))
-    lines = _where(terminal.trials_text(crowded, width))
+    lines = _where(terminal_trials.trials_text(crowded, width))
     assert len(lines) < 14
     assert lines[2].startswith("       80  because because ")
     assert max(map(len, lines[1:])) <= width
@@ -278,15 +278,15 @@ def test_many_places_take_few_lines_that_fit(width):
 
 def test_without_places_nothing_is_said_of_them():
     log = samples.many_places(0, 0)
-    assert "Where kept changes" not in terminal.trials_text(log, 80)
+    assert "Where kept changes" not in terminal_trials.trials_text(log, 80)
     reverted = [replace(v, status="reverted") for v in samples.many_places().verdicts]
-    text = " ".join(terminal.trials_text(replace(log, verdicts=tuple(reverted)), 80).split())
+    text = " ".join(terminal_trials.trials_text(replace(log, verdicts=tuple(reverted)), 80).split())
     assert "Where kept changes" not in text
     assert "120 places left as before" in text
 
 
 def test_a_proof_has_no_page_to_look_places_up_in():
-    text = terminal.trials_text(samples.many_places(), 80, listed_in="trials.json")
+    text = terminal_trials.trials_text(samples.many_places(), 80, listed_in="trials.json")
     assert _where(text)[0] == "by path in trials.json or --format json"
 
 

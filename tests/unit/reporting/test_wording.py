@@ -9,7 +9,7 @@ from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread
 from advisor.core.verdict import Round, TrialLog
-from advisor.reporting import breakdown, html, machine, terminal, unexplained, wording
+from advisor.reporting import breakdown, html, machine, terminal, terminal_trials, unexplained, wording
 from advisor.rules import cards
 
 
@@ -142,7 +142,7 @@ def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_ow
     assert not wording.usable(log)
     command = "advisor apply --plan p.yaml train_imagenet.py --arch resnet50 --batch-size 256"
     assert wording.next_of_trials(log, "advisor", "p.yaml") == command
-    assert command in terminal.trials_text(log, 200, plan="p.yaml")
+    assert command in terminal_trials.trials_text(log, 200, plan="p.yaml")
     assert "advisor apply --plan last" in machine.markdown(samples.resnet50(), None, log)
     assert "advisor apply --plan last" in html.report_html(samples.resnet50(), None, log)
 
@@ -274,6 +274,6 @@ def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time
     told = replace(log, stack=waiting)
     words = "the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader"
     assert words in wording.trials_headline(told)
-    assert words in " ".join(terminal.trials_text(told).split())
+    assert words in " ".join(terminal_trials.trials_text(told).split())
     assert "1.58 to 1.66" in html.report_html(samples.resnet50(), None, told)
     assert "waits for its loader" not in wording.trials_headline(log)

@@ -18,7 +18,7 @@ from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.profiling.records import NEXT_FILE
 from advisor.profiling.session import Session
 from advisor.profiling.waiting import Stage, patience_s
-from advisor.reporting import terminal, wording
+from advisor.reporting import terminal_trials, wording
 from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
 from advisor.trials.script import last_line
@@ -690,7 +690,7 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
     assert {v.status for v in log.verdicts} == {"skipped"}
     assert all(reason in told for told in (log.fault, log.verdicts[0].reason, wording.trials_headline(log)))
     assert not any("script failed" in told for told in (*log.notes, *(v.reason for v in log.verdicts)))
-    shown = terminal.trials_text(log).splitlines()
+    shown = terminal_trials.trials_text(log).splitlines()
     assert [line for line in shown if line.strip()][1:3] != []
     assert "fault of advisor's own" in " ".join(shown[:4])
 
