@@ -14,7 +14,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import IdleCause, ProfilerCost, Quantity, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.units import time_text
-from advisor.profiling import sampler
+from advisor.profiling import rankrecords, sampler
 from advisor.profiling.aggregate import Aggregate, aggregate
 from advisor.profiling.records import (
     FACTS_FILE,
@@ -79,6 +79,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
             f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us)}: tracing "
             "slows the host, and the loader catches up; waits for data are told as in untraced steps"
         )
+    notes += rankrecords.notes(folder, facts.model.world_size, step.median if step is not None else 0.0)
     overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
     return StepProfile(
         script=session.script,

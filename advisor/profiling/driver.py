@@ -20,7 +20,7 @@ from advisor.core.precision import PRECISION_FILE
 from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
 from advisor.core.trace import Trace
-from advisor.profiling import ranks
+from advisor.profiling import rankrecords, ranks
 from advisor.profiling.compiles import Compilations, compiled_graphs, together
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
@@ -436,6 +436,15 @@ class ProfileDriver:
             memory=self._memory,
         )
         storage.save(self.session.folder / FACTS_FILE, self._facts)
+
+    def _save_rank(self) -> None:
+        """Of several ranks each leaves what tells it from the others."""
+        rank, count = ranks.group()
+        if count > 1:
+            walls = step_times([_without_event(step) for step in self._timed_boundaries]).wall_us
+            record = rankrecords.of(rank, count, walls, self._loader_us, self._late_us)
+            with suppress(OSError):
+                storage.save(rankrecords.file_of(self.session.folder, rank), record)
 
     def _save_steps(self) -> None:
         if not self.records:
