@@ -9,6 +9,8 @@ from advisor.core.environment import Environment
 from advisor.core.provenance import Provenance
 
 # Of the median step: from here on the mean wait for the loader and the median one tell of bursts.
+# A wait for data is worth telling from this share of a step on.
+WAITS_FRAC = 0.1
 BURSTS_FRAC = 0.05
 # Of the step: from here on waits for workers are no accident, as rules/input/few-loader-workers.yaml has it.
 STARVED_FRAC = 0.05
@@ -330,6 +332,14 @@ class StepProfile:
         if spread is None:
             return 0.0
         return sum(spread.raw) / len(spread.raw) if self.in_bursts else spread.median
+
+    @property
+    def fed_us(self) -> float:
+        """What a step would take at least with its batches there in time: without the time in the loader's `next()`, and not less than the
+        device is busy. 0.0 where that is hardly shorter, or nobody knows."""
+        typical = self.typical_us
+        fed = max(self.busy_us, typical - self.input.next_us)
+        return fed if self.busy_us > 0 and 0 < fed < (1 - WAITS_FRAC) * typical else 0.0
 
     @property
     def starved(self) -> bool:

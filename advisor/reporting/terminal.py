@@ -68,6 +68,8 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
             lines.append(f"         {told}")
     if bursts := wording.bursts(profile):
         lines.append(f"         {bursts}")
+    if fed := wording.fed(profile):
+        lines.append(f"  Data   {fed}")
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"

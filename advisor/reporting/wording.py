@@ -119,6 +119,14 @@ def spread(measured: Spread) -> str:
     return f"p10–p90 {low}–{high}, n = {measured.n}"
 
 
+def fed(profile: StepProfile) -> str:
+    """`68.2 ms with each batch there in time: 57 % of a step waits for the loader`; "" where it hardly waits."""
+    if not profile.fed_us:
+        return ""
+    waits = percent_text(1.0 - profile.fed_us / profile.typical_us)
+    return f"{duration(profile.fed_us)} with each batch there in time: {waits} of a step waits for the loader"
+
+
 def bursts(profile: StepProfile) -> str:
     """`mean 19.05 ms, as batches come in bursts`, where that is what a step takes; else ""."""
     if profile.step_us is None or not profile.in_bursts:

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 import samples
 
+from advisor.core.environment import Environment
 from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
-from advisor.core.profile import Spread
+from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import breakdown, html, machine, terminal, terminal_trials, unexplained, wording
 from advisor.rules import cards
@@ -277,3 +278,25 @@ def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time
     assert words in " ".join(terminal_trials.trials_text(told).split())
     assert "1.58 to 1.66" in html.report_html(samples.resnet50(), None, told)
     assert "waits for its loader" not in wording.trials_headline(log)
+
+
+@pytest.mark.parametrize(
+    ("step_us", "next_us", "busy_us", "told"),
+    [
+        (160e3, 114e3, 68e3, "68.00 ms with each batch there in time: 57 % of a step waits for the loader"),
+        (
+            160e3,
+            60e3,
+            68e3,
+            "100.0 ms with each batch there in time: 38 % of a step waits for the loader",
+        ),  # the host's part stays
+        (160e3, 10e3, 68e3, ""),  # below a tenth
+        (160e3, 114e3, 0.0, ""),  # nobody saw the device
+    ],
+)
+def test_what_a_step_would_be_with_its_data_ready(step_us: float, next_us: float, busy_us: float, told: str) -> None:
+    profile = StepProfile(
+        script="t.py", argv=(), created="", environment=Environment(), step_kind="optimizer", wall_us=None, busy_us=busy_us,
+        step_us=Spread(median=step_us, p10=step_us, p90=step_us, n=9), input=InputStats(next_us=next_us),
+    )  # fmt: skip
+    assert wording.fed(profile) == told
