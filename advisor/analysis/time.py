@@ -23,6 +23,7 @@ _BY_ROW: dict[str, Callable[[KernelRow], bool]] = {
     "layernorm": rows.is_layernorm,
     "padding": rows.is_padding,
     "volume_pool": rows.is_volume_pooling,
+    "prelu": rows.is_prelu,
     "elementwise": lambda row: row.kind in ("activation", "elementwise") and not rows.is_cast(row),
 }
 

@@ -117,6 +117,11 @@ def is_padding(row: KernelRow) -> bool:
     return row.op.startswith(_PADS)
 
 
+def is_prelu(row: KernelRow) -> bool:
+    """LeakyReLU with a learnt slope, and its gradients."""
+    return row.op.startswith(("aten::prelu", "aten::_prelu_kernel"))
+
+
 def is_volume_pooling(row: KernelRow) -> bool:
     """Pooling of volumes by a window."""
     return row.kind == "pool" and "pool3d" in row.op and "adaptive" not in row.op

@@ -142,6 +142,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
             ("layernorm", "layer normalisation"),
             ("padding", "padding of images with their own values (reflect, replicate, circular)"),
             ("volume_pool", "pooling of volumes by a window"),
+            ("prelu", "PReLU"),
             (
                 "bias",
                 "kernels that add convolutions' biases, and sum their gradients, where no batch or instance norm follows",

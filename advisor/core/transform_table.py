@@ -303,6 +303,7 @@ _ALL = (
     _family("fused_bias_act", "Fused bias + activation and layer scale + add kernels"),
     _family("first_conv", "First convolution kernels"),
     _family("few_channels_conv", "Convolutions of few channels on tensor cores"),
+    _family("fused_prelu", "PReLU kernels"),
     _family("fused_bias_add", "Bias kernels, with a bias's gradient"),
     _family("conv3x3", "3x3 convolution kernels for few channels"),
     _family("exact_conv", "Strict fp32 convolutions on tensor cores"),

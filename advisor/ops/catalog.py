@@ -167,6 +167,13 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups == 1 and conv.in_channels < 8,
     ),
     Family(
+        id="prelu",
+        replaces="prelu with a slope a channel, and its weight's gradient, channels_last",
+        transform="fused_prelu",
+        modules=("PReLU",),
+        having=lambda module: module.num_parameters > 1,
+    ),
+    Family(
         id="bias_add",
         replaces="bias of a convolution, with the sum behind it, and the bias's gradient, channels_last",
         transform="fused_bias_add",

@@ -255,6 +255,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "cupy_passes": lambda p: _rows(p, cupy_rows.short_elementwise, lambda row: row.time_us),
     "fills": _kinds("memset"),
     "upsampling": _kinds("upsample"),
+    "prelus": lambda p: _rows(p, lambda row: "prelu" in row.op, lambda row: row.time_us),
     "padding": lambda p: _rows(
         p,
         lambda row: any(word in row.op for word in ("reflection_pad", "replication_pad", "_pad_circular")),

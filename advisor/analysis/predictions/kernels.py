@@ -25,6 +25,7 @@ from advisor.analysis.view import (
     is_layernorm,
     is_own,
     is_padding,
+    is_prelu,
     is_strict_fp32,
     is_volume_pooling,
     parent,
@@ -312,6 +313,7 @@ fused_group_norm = _kernel_family(_of(_is_groupnorm), "group normalisation of im
 fused_padding = _kernel_family(_of(is_padding), "padding with an image's own values")
 fused_volume_pooling = _kernel_family(_of(is_volume_pooling), "pooling of volumes")
 fused_squeeze_excite = _kernel_family(_squeeze_excite, "squeeze-and-excite", merged=SQUEEZE_EXCITE_MERGED)
+fused_prelu = _kernel_family(_of(is_prelu), "PReLU")
 fused_bias_add = _kernel_family(_biases, "biases of convolutions and their gradients")
 fused_bias_act = _kernel_family(
     _bias_and_activation, "activation and addition outside of norms", merged=BIAS_ACT_MERGED

@@ -631,6 +631,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "fused_pooling": (lambda row: row.kind == "pool", ("launch", "other")),
     "fused_upsample": (lambda row: row.kind in ("upsample", "concat"), ("launch", "other")),
     "few_channels_conv": (lambda row: row.kind == "conv", ("launch", "other")),
+    "fused_prelu": (lambda row: "prelu" in row.op, ("launch", "other")),
     "fused_bias_add": (lambda row: row.kind in ("conv", "elementwise", "reduce"), ("launch", "other")),
     "fused_padding": (lambda row: row.op.startswith("aten::reflection_pad"), ("launch", "other")),
     "fused_volume_pooling": (lambda row: row.kind == "pool", ("launch", "other")),

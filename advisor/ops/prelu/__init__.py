@@ -1,0 +1,1 @@
+"""LeakyReLU whose slope is a parameter a channel, NHWC."""

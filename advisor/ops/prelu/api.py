@@ -1,0 +1,73 @@
+"""PReLU with a slope a channel: the bundled kernels, or PyTorch's own operation. For eager code; Inductor fuses it itself."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops.alignment import aligned, is_nhwc, nhwc
+from advisor.ops.function import Function
+from advisor.ops.prelu import cuda, reference, spec
+
+engaged, fell_back = dispatch.counters("prelu")
+
+
+def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
+    """Why PyTorch's own operation runs; empty when the kernels do."""
+    reason = nvrtc.on_device(x)
+    if reason:
+        return reason
+    if weight.device != x.device or weight.shape != x.shape[1:2]:
+        return "one slope for all channels, or elsewhere"
+    return dispatch.refusal(_unsupported(x.shape, is_nhwc(x), x.dtype, x.device.index or 0), spec.wins())
+
+
+@lru_cache(maxsize=4096)
+def _unsupported(shape: torch.Size, channels_last: bool, dtype: torch.dtype, device: int) -> str:
+    return spec.unsupported(
+        shape=tuple(shape), channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
+    )
+
+
+def _fp32(weight: torch.Tensor) -> torch.Tensor:
+    return aligned(weight.float())
+
+
+class _Prelu(Function):
+    replays = True
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        Function.keep(ctx, x, weight)
+        return cuda.forward(x, _fp32(weight))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        (dy,) = gradients
+        x, weight = Function.kept(ctx)
+        if differentiable.wanted(dy):
+            return differentiable.gradients(reference.prelu, dy, (x, weight))
+        dx, dweight = cuda.backward(nhwc(dy), x, _fp32(weight))
+        return dx, dweight.to(weight.dtype)
+
+
+def prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x where it is positive, else weight[c] * x.
+
+    Args:
+        x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's operation.
+        weight: [C], or one value.
+
+    Returns:
+        A new tensor like x.
+    """
+    reason = _refusal(x, weight)
+    if reason:
+        fell_back[reason] += 1
+        return reference.prelu(x, weight)
+    engaged["prelu"] += 1
+    result: torch.Tensor = _Prelu.apply(x, weight)
+    return result

@@ -1,0 +1,62 @@
+"""What the PReLU kernels support, where they win, and how they are launched. Plain arithmetic."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from advisor.ops import channel_tiles, dispatch
+from advisor.ops.bias_add.spec import unsupported as unsupported  # the same tensors
+from advisor.ops.channel_tiles import Geometry
+from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops.storage import STORAGE, vector_width
+
+FORWARD = "prelu/prelu_forward.cu"
+BACKWARD = "prelu/prelu_backward.cu"
+KERNELS = {FORWARD: ("prelu_forward",), BACKWARD: ("prelu_backward",)}
+
+# As the passes of bias_act, which were measured: sums by one block an SM of many rows, flat passes by short blocks.
+THREADS, UNROLL = 512, 3
+FLAT_THREADS, FLAT_UNROLL = 128, 1
+MAX_TILE = channel_tiles.WIDEST_PIECE
+TUNABLE = {"UNROLL": (2, 3, 4), "FLAT_UNROLL": (1, 2, 4)}
+
+
+def wins() -> str:
+    """Why PyTorch's own operation is left in place; empty where the kernels win."""
+    return dispatch.UNMEASURED
+
+
+def kinds() -> tuple[Kind, ...]:
+    """Every kind that `wins` takes."""
+    return () if wins() else tuple(("prelu", dtype) for dtype in STORAGE)
+
+
+INFERRED: tuple[Inferred, ...] = ()
+SIZES_ASKED = ""
+
+
+def defines(source: str, dtype: str) -> dict[str, int]:
+    """Macros of one variant."""
+    found = {"STORAGE": STORAGE[dtype]}
+    if source == FORWARD:
+        return {**found, "THREADS": FLAT_THREADS, "UNROLL": FLAT_UNROLL}
+    return {**found, "THREADS": THREADS, "MAX_TILE": MAX_TILE, "BLOCKS": 1, "UNROLL": UNROLL}
+
+
+def variants(source: str) -> tuple[dict[str, int], ...]:
+    """Macros of every variant."""
+    return tuple(defines(source, dtype) for dtype in STORAGE)
+
+
+@lru_cache(maxsize=4096)
+def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> Geometry:
+    """Launch geometry of the backward."""
+    vectors = channels // vector_width(dtype)
+    return channel_tiles.geometry(
+        rows, vectors, threads=THREADS, unroll=UNROLL, blocks=sm_count, tile=channel_tiles.piece(vectors)
+    )
+
+
+def bytes_moved(*, elements: int, itemsize: int) -> tuple[int, int]:
+    """Bytes that the forward and the backward must move."""
+    return elements * itemsize * 2, elements * itemsize * 3
