@@ -33,6 +33,8 @@ PAGES = [
             "measurement",
             "frameworks",
             "guides/pytest",
+            "guides/memory",
+            "guides/background-saves",
             "guides/ci",
             "guides/agents",
             "guides/tools",
