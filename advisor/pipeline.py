@@ -22,6 +22,7 @@ from advisor.core.findings import Findings, Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.transform_table import ROWS, row
+from advisor.core.units import percent_text, rate_text, time_text
 from advisor.core.verdict import KEPT, TrialLog
 from advisor.runs import (
     FINDINGS_FILE,
@@ -1157,7 +1158,7 @@ def scale(
     inside, outside = _link(link), scaling.link(between)
     rows = scaling.foretell(measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms)
     told = tuple(
-        f"{where}: {one.latency_us:.1f} µs and {one.gbps:.0f} GB/s ({one.basis})"
+        f"{where}: {time_text(one.latency_us)} and {rate_text(one.gbps)} ({one.basis})"
         for where, one in (("inside a host", inside), ("between hosts", outside))
         if where == "inside a host" or max(gpus) > host
     )
@@ -1188,11 +1189,11 @@ def _foretold(profile: StepProfile | None, log: TrialLog, gpus: int, *, synchron
     except AdvisorError as error:
         return (f"nothing was foretold of {gpus} ranks: {error}",)
     took = sum(log.stack.plain_us) / len(log.stack.plain_us)
-    low, high = (us / 1e3 for us in row.step_us)
+    low, high = map(time_text, row.step_us)
     return (
-        f"foretold from one rank's profile: {low:.2f} to {high:.2f} ms a step of {gpus} ranks, {row.exposed_us / 1e3:.2f} of it exposed "
-        f"communication (link {link.latency_us:.1f} µs, {link.gbps:.0f} GB/s); measured {took / 1e3:.2f}: "
-        f"{abs(row.middle_us / took - 1):.1%} off",
+        f"foretold from one rank's profile: {low} to {high} a step of {gpus} ranks, {time_text(row.exposed_us)} of it exposed "
+        f"communication (link {time_text(link.latency_us)}, {rate_text(link.gbps)}); measured {time_text(took)}: "
+        f"{percent_text(abs(row.middle_us / took - 1))} off",
     )
 
 

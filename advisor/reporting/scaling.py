@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from advisor.analysis.scaling import Foretold
-from advisor.core.units import percent_text
+from advisor.core.units import percent_text, time_text
 
 
 def text(rows: Sequence[Foretold], *, one_us: float, links: Sequence[str], samples: float | None = None) -> str:
     """A line a number of GPUs; `samples` of a whole training, whose GPU-hours are told then."""
     head = f"{'GPUs':>6}  {'step, ms':>15}  {'of it exposed':>13}  {'norms':>6}  {'efficiency':>11}  {'samples/s':>19}"
-    lines = ["Foretold from one GPU", f"  one GPU: {one_us / 1e3:.2f} ms a step", *(f"  {link}" for link in links), ""]
+    lines = ["Foretold from one GPU", f"  one GPU: {time_text(one_us)} a step", *(f"  {link}" for link in links), ""]
     lines.append(head + ("  GPU-hours" if samples else ""))
     for row in rows:
         low, high = (us / 1e3 for us in row.step_us)

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from advisor.core.profile import StepProfile
+from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.profiling.training import Training
 from advisor.transforms.base import Match, Transform, Undo
@@ -75,7 +76,10 @@ class Buckets(_Setting):
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         sizes = {layer.settings.get("bucket_cap_mb") for layer in _layers(training)}
-        return Check(passed=bool(sizes - {None}), detail=f"buckets of {', '.join(map(str, sizes))} MiB")
+        return Check(
+            passed=bool(sizes - {None}),
+            detail=f"buckets of {', '.join(bytes_text((size or 0) * 2**20) for size in sizes)}",
+        )
 
 
 class StaticGraph(_Setting):

@@ -19,7 +19,7 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.held import HELD_FILE, MemoryLook
 from advisor.core.plan import Plan, PlanItem
-from advisor.core.units import bytes_text, percent_text
+from advisor.core.units import bytes_text, percent_text, time_text
 from advisor.core.verdict import FAILED, KEPT, REVERTED, Check, TrialLog, Verdict
 from advisor.profiling import launcher
 from advisor.profiling.launcher import ScriptCommand
@@ -183,9 +183,7 @@ def _sets(look: MemoryLook, limit_bytes: int) -> list[tuple[PlanItem, str]]:
         modules = ",".join(plan.modules)
         if not modules or any(item.parameters["modules"] == modules for item, _ in found):
             continue
-        told = (
-            f", {len(plan.modules)} modules: {bytes_text(plan.saved_bytes)} and {plan.added_us / 1e3:.2f} ms predicted"
-        )
+        told = f", {len(plan.modules)} modules: {bytes_text(plan.saved_bytes)} and {time_text(plan.added_us)} predicted"
         item = PlanItem(
             transform="checkpoint_activations",
             status=KEPT,
