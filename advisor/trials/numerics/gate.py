@@ -174,7 +174,7 @@ def _looked_again(
 ) -> Check:
     """The finding after all that is looked at before a change is refused, or let pass where noise may hide what is wrong."""
     hidden = (step.random or step.target_class in ROUNDED) and semantics is not Semantics.EXACT and not step.unusable
-    first = hidden and speaks(finding)
+    first = hidden and speaks(finding, random=step.random)
     if first:
         finding = by_layers(step, finding, on, off)
     look_again = yardstick(step, semantics)
@@ -185,7 +185,7 @@ def _looked_again(
         finding, _ = compare(step, semantics)
         if finding.passed is False and semantics is Semantics.REASSOCIATED:
             finding = close_by(step, finding, on, off)
-        if hidden and not first and speaks(finding):
+        if hidden and not first and speaks(finding, random=step.random):
             finding = by_layers(step, finding, on, off)
     if finding.passed and step.random:
         finding = _draws(step, on, off) or finding

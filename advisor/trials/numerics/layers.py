@@ -37,6 +37,11 @@ _DRAWS = 2
 # Where one rounding does more than the first, only what is missing or turned round is told; above the second the layer's result is
 # rounding, and says nothing (a gradient that a norm cancels).
 _LITTLE, _NOTHING = 0.3, 0.8
+# Roundings, and activations at an edge, go in all directions: along the plain result little is left of them. What is larger or smaller as a
+# whole shows there.
+_SHARE, _SHARE_FACTOR = 0.15, 4.0
+# Of a module with others inside, beyond its bound by less than this: an activation at an edge is rare, so more draws are looked at.
+_NEARLY, _MORE_DRAWS = 3.0, 6
 # And below this a module's word is taken on those inside of it. (Twice as much of an update of statistics, which are right or another
 # batch's.)
 _SHARP, _SHARP_BUFFER = 0.1, 0.2
@@ -46,6 +51,14 @@ _RANDOM, _RANDOM_FACTOR, _RANDOM_DRAWS = 0.1, 3.0, 4
 _SCALED_PARAMETERS = 5
 _SCALED = 3  # powers of two from which on a difference is a loss scale
 _RANDOM_VALUES = 512  # of fewer nothing is said: chance leaves too much
+
+
+class Apart(NamedTuple):
+    """The relative L2 error, the worst element's in its neighbours' scale, and how far from one the share along the plain result is."""
+
+    error: float = 0.0
+    element: float = 0.0
+    along: float = 0.0
 
 
 class Told(NamedTuple):
@@ -142,7 +155,7 @@ def arrived(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> tuple[fl
         elif base and [t.shape for t in there] == [t.shape for t in base]:
             pairs.append((there, base))
     every = iter(_errors([t for there, _ in pairs for t in there], [t for _, base in pairs for t in base]))
-    return min((max(next(every)[0] for _ in base) for _, base in pairs), default=0.0), lost
+    return min((max(next(every).error for _ in base) for _, base in pairs), default=0.0), lost
 
 
 def _scale(again: list[Rerun]) -> float:
@@ -171,7 +184,7 @@ def _compared(again: list[Rerun]) -> dict[str, Told]:
             _errors([f[n] for f, base in pairs for n in base], [t for _, base in pairs for t in base.values()])
         )
         for rerun, (_, base) in zip(several, pairs, strict=True):
-            ratios = _ratios(rerun, base, dict.fromkeys(base, (0.0, 0.0)), {name: next(every) for name in base})
+            ratios = _ratios(rerun, base, dict.fromkeys(base, Apart()), {name: next(every) for name in base})
             right = max(ratios.values(), default=0.0) <= 1.0
             told[rerun.name] = Told(ratios, False, False, rerun.own) if right else _closely(rerun, base)
     return told
@@ -193,11 +206,14 @@ def _batches(again: list[Rerun]) -> Iterator[list[Rerun]]:
 
 def _closely(rerun: Rerun, base: dict[str, torch.Tensor]) -> Told:
     """Told by what one rounding of all that goes in does to the plain module."""
-    noise = [apart(rerun.results(seed), base) for seed in range(1, _DRAWS + 1)]
-    noisy = {name: (max(n[name][0] for n in noise), max(n[name][1] for n in noise)) for name in base}
-    sharp = {name: most <= (_SHARP_BUFFER if name.startswith(BUFFER) else _SHARP) for name, (most, _) in noisy.items()}
-    found = rerun.found()
+    found, draws = rerun.found(), range(1, _DRAWS + 1)
+    noisy = _noisy(rerun, base, draws)
     told = _ratios(rerun, base, noisy, apart(found, base))
+    if rerun.holds and 1.0 < max(told.values(), default=0.0) < _NEARLY:
+        more = _noisy(rerun, base, range(_DRAWS + 1, _DRAWS + _MORE_DRAWS + 1))
+        noisy = {name: Apart(*map(max, noisy[name], more[name])) for name in base}
+        told = _ratios(rerun, base, noisy, apart(found, base))
+    sharp = {n: most.error <= (_SHARP_BUFFER if n.startswith(BUFFER) else _SHARP) for n, most in noisy.items()}
     if any(ratio > 1.0 for ratio in told.values()) and (half := _in_half(rerun)) is not None:
         other = _ratios(rerun, half, noisy, apart(found, half))
         told = {name: min(ratio, other[name]) for name, ratio in told.items()}
@@ -205,31 +221,37 @@ def _closely(rerun: Rerun, base: dict[str, torch.Tensor]) -> Told:
         others = [rerun.results(-seed) for seed in range(1, _RANDOM_DRAWS + 1)]
         drawn = apart(others[0], others[1])
         for name in [name for name, ratio in told.items() if ratio > 1.0]:
-            if drawn[name][0] > _RANDOM_FACTOR * noisy[name][0]:
+            if drawn[name].error > _RANDOM_FACTOR * noisy[name].error:
                 sharp[name] = False
                 told[name] = _along(found[name], [other[name] for other in others])
     forward = all(value for name, value in sharp.items() if not name.startswith("gradient"))
     return Told(told, forward, all(sharp.values()), rerun.own)
 
 
+def _noisy(rerun: Rerun, base: dict[str, torch.Tensor], seeds: range) -> dict[str, Apart]:
+    """By result the most that one rounding of all that goes in does, in so many draws."""
+    noise = [apart(rerun.results(seed), base) for seed in seeds]
+    return {name: Apart(*map(max, zip(*(draw[name] for draw in noise), strict=True))) for name in base}
+
+
 def _ratios(
-    rerun: Rerun,
-    base: dict[str, torch.Tensor],
-    noisy: dict[str, tuple[float, float]],
-    errors: dict[str, tuple[float, float]],
+    rerun: Rerun, base: dict[str, torch.Tensor], noisy: dict[str, Apart], errors: dict[str, Apart]
 ) -> dict[str, float]:
     """By result the error over its bound; 0 where it tells nothing."""
     holds, ratios = rerun.holds, {}
-    for name, (error, element) in errors.items():
-        usual, most = noisy[name]
-        if usual > _NOTHING and math.isfinite(error):
+    for name, found in errors.items():
+        usual = noisy[name]
+        if usual.error > _NOTHING and math.isfinite(found.error):
             # Of a bias that a norm cancels the gradient may be left out.
             gone = name.startswith(PARAMETER) and base[name].dim() > 1 and not bool(rerun.found()[name].any())
             ratios[name] = math.inf if gone and bool(base[name].any()) else 0.0
             continue
-        ratios[name] = error / bound(name, rerun.plain.target_class, usual, base[name].numel() if holds else 0)
+        least = bound(name, rerun.plain.target_class, usual.error, base[name].numel() if holds else 0)
+        ratios[name] = found.error / least
+        if base[name].numel() >= _RANDOM_VALUES:
+            ratios[name] = max(ratios[name], found.along / max(_SHARE, _SHARE_FACTOR * usual.along))
         if name.startswith("output"):
-            ratios[name] = max(ratios[name], element / max(_ELEMENT, _ELEMENT_FACTOR * most))
+            ratios[name] = max(ratios[name], found.element / max(_ELEMENT, _ELEMENT_FACTOR * usual.element))
     return ratios
 
 
@@ -271,17 +293,20 @@ def _along(found: torch.Tensor, draws: list[torch.Tensor]) -> float:
     return abs(own / middle - 1.0) / (_RANDOM + _RANDOM_FACTOR * spread) if middle > 0 else 0.0
 
 
-def apart(found: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> dict[str, tuple[float, float]]:
-    """By name the relative L2 error, and the worst element's in its neighbours' scale."""
+def apart(found: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> dict[str, Apart]:
+    """By name how far the two are apart."""
     return dict(zip(base, _errors([found[name] for name in base], list(base.values())), strict=True))
 
 
-def _errors(found: list[torch.Tensor], base: list[torch.Tensor]) -> list[tuple[float, float]]:
-    """(relative L2 error, worst element), infinite where finite values became infinite or NaN."""
-    table = rows(list(map(_wide, found)), list(map(_wide, base)))
+def _errors(found: list[torch.Tensor], base: list[torch.Tensor]) -> list[Apart]:
+    """Infinite where finite values became infinite or NaN."""
     return [
-        (math.inf, math.inf) if row[5] else (math.sqrt(row[0] / (row[1] or row[3])) if row[0] else 0.0, row[4])
-        for row in table
+        Apart(
+            error=(math.inf if row[5] else math.sqrt(row[0] / (row[1] or row[3])) if row[0] else 0.0),
+            element=math.inf if row[5] else row[4],
+            along=abs(row[2] / row[1] - 1.0) if row[1] and row[3] else 0.0,
+        )
+        for row in rows(list(map(_wide, found)), list(map(_wide, base)))
     ]
 
 

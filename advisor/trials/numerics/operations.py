@@ -139,9 +139,9 @@ def _judged(plain: PlainStep, call: Operation) -> dict[str, float]:
     found = {name: found[name] for name in base}
     noise = [apart(_by_pytorch(plain, call, seed), base) for seed in range(1, _DRAWS + 1)]
     ratios = {}
-    for name, (error, _) in apart(found, base).items():
-        noisy = max(draw[name][0] for draw in noise)
-        ratios[name] = error / bound(name, plain.target_class, noisy, base[name].numel())
+    for name, one in apart(found, base).items():
+        noisy = max(draw[name].error for draw in noise)
+        ratios[name] = one.error / bound(name, plain.target_class, noisy, base[name].numel())
     return ratios
 
 

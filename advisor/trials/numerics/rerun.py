@@ -44,7 +44,7 @@ class Rerun:
             assert call.output is not None
             result[f"output {number}"] = call.output
             for place, value in enumerate(call.inputs):
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, torch.Tensor) and place not in call.hidden:
                     result[f"gradient of its input {number}.{place}"] = call.back.get(place, torch.zeros_like(value))
             for place, (before, after) in enumerate(zip(call.buffers, call.left, strict=True)):
                 result[f"{BUFFER} {number}.{place}"] = after - before
@@ -74,7 +74,7 @@ class Rerun:
                 inputs, output = self._called(call, autocast, epsilon, generator)
                 result[f"output {number}"] = output.detach()
                 for place, value in enumerate(inputs):
-                    if isinstance(value, torch.Tensor):
+                    if isinstance(value, torch.Tensor) and place not in call.hidden:
                         back = torch.zeros_like(value) if value.grad is None else value.grad
                         result[f"gradient of its input {number}.{place}"] = back
                 for place, (buffer, before) in enumerate(zip(self.module.buffers(), call.buffers, strict=True)):

@@ -28,7 +28,13 @@ class Call:
     keywords: dict[str, Any]
     buffers: list[torch.Tensor]
     random: list[torch.Tensor]  # states of the random numbers that it starts from
-    learns: frozenset[int]  # places of inputs that a gradient is to reach
+    learns: set[int]  # places of inputs that a gradient is to reach
+    hidden: set[int] = field(
+        default_factory=set
+    )  # of inputs that it has written to: the gradient of what they were is not seen
+    given: dict[int, tuple[torch.Tensor, int]] = field(
+        default_factory=dict
+    )  # while it runs: inputs, and their versions before
     output: torch.Tensor | None = None
     gradient: torch.Tensor | None = None
     left: list[torch.Tensor] = field(default_factory=list)  # of the buffers, after the call
@@ -171,16 +177,18 @@ def _before(calls: list[Call], copies: Copies, states: Callable[[], list[torch.T
             pytree.tree_map(copies.of, kwargs),
             [b.detach().clone() for b in module.buffers()],
             states(),
-            frozenset(i for i, value in enumerate(args) if isinstance(value, torch.Tensor) and value.requires_grad),
+            {i for i, value in enumerate(args) if isinstance(value, torch.Tensor) and value.requires_grad},
         )
         calls.append(call)
 
         def aliased(place: int, value: Any) -> Any:
             if not isinstance(value, torch.Tensor) or not value.requires_grad:
                 return value
-            alias = value.view_as(value)  # its gradient is this layer's alone, whoever else reads the value
+            # Its gradient is this layer's alone, whoever else reads the value. Of a view that is written to it would be lost.
+            alias = value.clone() if getattr(module, "inplace", False) else value.view_as(value)
             alias.register_hook(lambda gradient: call.back.__setitem__(place, gradient.detach().clone()))  # type: ignore[no-untyped-call]
             copies.same(alias, value)
+            call.given[place] = alias, alias._version
             return alias
 
         return tuple(aliased(place, value) for place, value in enumerate(args)), kwargs
@@ -191,6 +199,9 @@ def _before(calls: list[Call], copies: Copies, states: Callable[[], list[torch.T
 def _after(calls: list[Call], copies: Copies) -> Callable[..., None]:
     def hook(module: Layer, args: Any, output: Any) -> None:
         call = next(call for call in reversed(calls) if call.output is None)
+        written = {place for place, (alias, version) in call.given.items() if alias._version != version}
+        call.hidden |= written if not getattr(module, "inplace", False) else set()
+        call.given.clear()
         if not isinstance(output, torch.Tensor) or not output.is_floating_point():
             call.output = torch.empty(0)  # several, or none: not compared
             return

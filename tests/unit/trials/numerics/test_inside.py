@@ -218,6 +218,22 @@ def test_layers_that_work_in_place_are_looked_at() -> None:
     assert "by itself" in check.detail
 
 
+def test_a_layer_that_writes_to_what_it_is_given_is_looked_at() -> None:
+    class Adds(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x += 0.5
+            return x * 2
+
+    def make() -> Any:
+        features = nn.Sequential(conv_norm(3, 16), nn.Conv2d(16, 16, 3, padding=1), Adds(), conv_norm(16, 32))
+        return supervised(Classifier(features, 32), labelled(), nn.functional.cross_entropy)
+
+    loop = Loop(Kind("adds", make), 2)
+    check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+    assert check.passed, check
+    assert "could not be looked at" not in check.detail
+
+
 def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
