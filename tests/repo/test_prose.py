@@ -34,6 +34,7 @@ PAGES = [
             "frameworks",
             "guides/pytest",
             "guides/memory",
+            "guides/several-gpus",
             "guides/background-saves",
             "guides/ci",
             "guides/agents",
