@@ -39,6 +39,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[
     stands_in = {
         "function": function, "unavailable": lambda: "", "on_device": lambda tensor: "", "arch": lambda device: 90,
         "sm_count": lambda device: 132, "stream": lambda device: None, "tickets": lambda device: 0,
+        "refused": lambda name: "",
     }  # fmt: skip
     forget_launches()
     for name, value in stands_in.items():

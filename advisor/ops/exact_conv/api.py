@@ -176,7 +176,7 @@ def exact_conv2d(
         A new tensor [N, O, OH, OW] in x's dtype (autocast's, if that is on).
     """
     # cuDNN in strict fp32 ends in a misaligned address where x begins between two vectors, after which the process can use its GPU no more.
-    x = alignment.realigned(x.to(computed_in(x)))
+    x = alignment.realigned(x if x.dtype == computed_in(x) else x.to(computed_in(x)))
     call = spec.call(tuple(x.shape), tuple(weight.shape), stride, padding, dilation, groups)
     reason = _refusal(x, weight, bias, call)
     if reason:

@@ -125,7 +125,9 @@ def fft_conv2d(x: torch.Tensor, weight: torch.Tensor, padding: Pair = (0, 0)) ->
     Returns:
         A new tensor [N, O, OH, OW] in x's dtype (autocast's, if that is on) and its memory format.
     """
-    x = x.to(computed_in(x))
+    x = (
+        x if x.dtype == computed_in(x) else x.to(computed_in(x))
+    )  # `to` gives a tensor that outlived a transform memory of its own
     reason = _refusal(x, weight, padding)
     if reason:
         fell_back[reason] += 1

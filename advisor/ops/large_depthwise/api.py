@@ -150,7 +150,9 @@ def large_depthwise_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on) and its memory format.
     """
-    x = x.to(computed_in(x))
+    x = (
+        x if x.dtype == computed_in(x) else x.to(computed_in(x))
+    )  # `to` gives a tensor that outlived a transform memory of its own
     reason = _refusal(x, weight, bias, padding)
     if reason:
         fell_back[reason] += 1
