@@ -19,7 +19,11 @@ from advisor.profiling.patches import Patches
 
 def install(patches: Patches) -> None:
     """From now on all ranks' batches are one to a batch norm that trains."""
-    patches.replace(F, "batch_norm", _over_all_ranks(F.batch_norm))
+    replacement = _over_all_ranks(F.batch_norm)
+    replacement.synchronised = (
+        True  # to the kernels for it, which know one rank's samples (ops/batchnorm_act/rewrite.py)
+    )
+    patches.replace(F, "batch_norm", replacement)
 
 
 def _over_all_ranks(plain: Any) -> Any:

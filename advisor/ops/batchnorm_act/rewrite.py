@@ -80,6 +80,8 @@ def batch_norm(node: fx.Node, *, joins: bool = False, widens: bool = False) -> B
     training, momentum = bound["training"], bound["momentum"]
     if not isinstance(training, bool):
         return "whether it is in training mode is not known"
+    if training and getattr(F.batch_norm, "synchronised", False):
+        return "its statistics are those of all ranks"
     statistics = [bound.get(name) is not None for name in ("running_mean", "running_var")]
     if any(statistics) != all(statistics):
         return "one running statistic without the other"

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
+from torch.nn import functional as F
 
 from advisor.distributed import gradients as gradients_module
 from advisor.distributed import joining, norms, place
@@ -15,6 +16,7 @@ from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
 from advisor.distributed.shards import Loaders
+from advisor.ops.batchnorm_act import rewrite
 from advisor.profiling.patches import Patches
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -136,3 +138,17 @@ def test_losses_of_uneven_parts_count_by_their_samples(monkeypatch: pytest.Monke
     assert joining.mean([2.0, 3.0], [1.0, 1.0]) == [2.0, 3.0]
     monkeypatch.setenv(place.RANKS_VARIABLE, "2")
     assert joining.mean([2.0, 4.0], [0.25, 0.5]) == [0.5, 2.0]  # in a group of one, what this rank adds
+
+
+def test_kernels_that_know_one_ranks_samples_leave_synchronised_norms_alone(patches: Patches) -> None:
+    """Captured graphs hold what stands in `F.batch_norm`'s place: a kernel there would take a part's statistics for the whole's."""
+
+    def told() -> object:
+        graph = fx.Graph()
+        x, mean, variance = (graph.placeholder(name) for name in ("x", "mean", "variance"))
+        return rewrite.batch_norm(graph.call_function(F.batch_norm, (x, mean, variance), {"training": True}))
+
+    because = "its statistics are those of all ranks"
+    assert told() != because
+    norms.install(patches)
+    assert told() == because
