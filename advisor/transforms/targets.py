@@ -54,8 +54,9 @@ _around: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = Weak
 
 
 def replicate(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
-    """From now on `ddp` is known to stand around the module."""
-    _around[module] = ref(ddp)
+    """From now on `ddp` is known to stand around the module, and so around all in it: what a DataParallel holds is a target itself."""
+    for inner in module.modules():
+        _around[inner] = ref(ddp)
 
 
 def data_parallel(module: torch.nn.Module) -> list[DistributedDataParallel]:

@@ -18,6 +18,7 @@ from advisor.distributed.refused import Refused
 from advisor.distributed.shards import Loaders
 from advisor.ops.batchnorm_act import rewrite
 from advisor.profiling.patches import Patches
+from advisor.transforms import targets
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -86,6 +87,7 @@ def test_the_model_that_an_optimizer_trains_gets_a_wrapper_and_stays_itself(patc
         net(torch.randn(5, 3)).square().mean().backward()
         optimizer.step()
     assert gradients.wrapped == [net]
+    assert len(targets.data_parallel(net)) == len(targets.data_parallel(net[0])) == 1  # which no CUDA graph may pass by
     assert type(net) is nn.Sequential
     assert list(net.state_dict()) == names
 
