@@ -49,6 +49,9 @@ class Graphs:
             CannotCapture: a call is refused.
             NotAStep: the arrays of a step do not fit beside the loop.
         """
+        outside = (*program.kept.values(), *program.given.values())
+        if len({int(value.device.id) for value in outside}) > 1:
+            raise NotAStep("its arrays are on several GPUs")
         needed = sum(value.nbytes for entry in program.entries for value in entry.samples)
         free = module.cuda.runtime.memGetInfo()[0] + module.get_default_memory_pool().free_bytes()
         if needed > MOST_MEMORY * free:
