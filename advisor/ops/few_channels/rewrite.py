@@ -46,13 +46,16 @@ def _call(node: fx.Node, dims: int) -> tuple[Any, ...] | str:
     return refused or (given["input"], given["weight"], given["bias"], *sizes)
 
 
+def _dispatched(dims: int) -> bool:
+    """Whether there is anything to look for."""
+    return dispatch.forced() or not all(spec.wins(dims=dims, channels=c) for c in range(1, spec.CHANNELS))
+
+
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
     """Put the operation in for each such convolution. `report` gains one entry a convolution."""
-    if not spec.kinds() and not dispatch.forced():
-        return  # nothing is dispatched: nothing to look for
     graph = graph_module.graph
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _DIMS:
+        if node.op != "call_function" or node.target not in _DIMS or not _dispatched(_DIMS[node.target]):
             continue
         dims, path = _DIMS[node.target], match.path(node)
         found = _call(node, dims)
