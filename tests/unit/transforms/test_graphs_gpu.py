@@ -8,7 +8,9 @@ import published
 import pytest
 import torch
 from published import Published
+from torch._dynamo.utils import counters
 
+from advisor.transforms import capture
 from advisor.transforms.base import Transform, Undo
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.cuda_graphs import CudaGraphs
@@ -117,4 +119,22 @@ def test_nhwc_inputs_under_a_wrapper_that_keeps_its_weights_layout(make: Callabl
     apart = max(abs(a - b) for a, b in zip(expected, found, strict=True))
     print(f"{make.__name__}: {apart:.2g} apart")
     assert apart <= 5e-3 * max(map(abs, expected))
+    undo.run()
+
+
+def test_a_table_of_the_host_in_a_forward_that_dynamo_captures() -> None:
+    """Beside kernels: the table stands in the graph, and the forward is captured by Dynamo once."""
+    plain, graphed = (made(published.diffusion) for _ in range(2))
+    undo, graphs = Undo(), CudaGraphs()
+    nets = [next(iter(each.nets.values())).module for each in (plain, graphed)]
+    undo.push(capture.set_family(nets, "bias_act").run)
+    losses(graphed, 1)
+    counters.clear()
+    undo.push(graphs.apply(graphed.training, {}).run)
+    expected, found = losses(plain), losses(graphed)
+    effect = graphs.effect(graphed.training, None, None)
+    print(f"diffusion with kernels: {effect.detail}")
+    assert effect.passed, effect.detail
+    assert counters["stats"]["unique_graphs"] <= 1  # the plain one's
+    assert max(abs(a - b) for a, b in zip(expected[5:], found[5:], strict=True)) < 0.5
     undo.run()
