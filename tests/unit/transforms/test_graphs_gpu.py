@@ -128,13 +128,14 @@ def test_a_table_of_the_host_in_a_forward_that_dynamo_captures() -> None:
     undo, graphs = Undo(), CudaGraphs()
     nets = [next(iter(each.nets.values())).module for each in (plain, graphed)]
     undo.push(capture.set_family(nets, "bias_act").run)
-    losses(graphed, 1)
+    for each in (plain, graphed):
+        losses(each, 1)
     counters.clear()
     undo.push(graphs.apply(graphed.training, {}).run)
     expected, found = losses(plain), losses(graphed)
     effect = graphs.effect(graphed.training, None, None)
     print(f"diffusion with kernels: {effect.detail}")
     assert effect.passed, effect.detail
-    assert counters["stats"]["unique_graphs"] <= 1  # the plain one's
-    assert max(abs(a - b) for a, b in zip(expected[5:], found[5:], strict=True)) < 0.5
+    assert counters["stats"]["unique_graphs"] == 0
+    assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 1e-2
     undo.run()
