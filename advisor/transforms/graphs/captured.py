@@ -94,20 +94,19 @@ class Captured:
                 self.output_grads = [torch.zeros_like(o) for o in wanted]
                 self._zeros = [True] * len(wanted)
                 sources = [*(a for a in self.inputs if a.requires_grad), *(leaves[id(p)] for p in self.parameters)]
-                found: list[torch.Tensor | None] = [None] * len(sources)
                 self.input_grads: list[torch.Tensor | None] = [None] * len(self.inputs)
+                gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
                 if wanted:
-                    found = self._capture_backward(stream, wanted, sources, beside)
-                parameter_grads = found[len(sources) - len(self.parameters) :]
+                    gradients = self._capture_backward(stream, wanted, sources, beside)
         except BaseException:
             _leave_capture(device, script)
             raise
         finally:
             torch.clear_autocast_cache()
         self.outputs = [o.detach() for o in flat]  # the autograd graph itself may go: the replay is the backward now
-        self._finish(module, parameter_grads)
+        self._finish(module, gradients)
         pools = {graph.pool() for graph, made_of in ((self.forward, flat), (self.backward, wanted)) if made_of}
-        del flat, output, made, wanted, sources, found, leaves, stay  # the replays have what these took
+        del flat, output, made, wanted, sources, leaves, stay  # the replays have what these took
         segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
         self.hidden_bytes = free_bytes(segments, pools)
         alive.add(self)
@@ -123,6 +122,7 @@ class Captured:
     def _capture_backward(
         self, stream: Any, wanted: list[torch.Tensor], sources: list[torch.Tensor], beside: bool
     ) -> list[torch.Tensor | None]:
+        """The backward, which gives the parameters' gradients; those of inputs are `input_grads`."""
         # A memory pool of its own: in the forward's, gradients would take the place of activations that backward
         # is done with, and the next forward would write over a `.grad` that is still being accumulated.
         with torch.cuda.graph(self.backward, stream=stream, capture_error_mode="thread_local"):
@@ -134,8 +134,8 @@ class Captured:
             self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
             others = (*self.inputs, *self.output_grads, *self.input_grads)
             # Inside the capture: a gradient of other strides than its parameter's is copied in each replay.
-            own = direct_gradients.own_memory(arrived, self.parameters, others)
-        return [*(g for g, a in zip(self.input_grads, self.inputs, strict=True) if a.requires_grad), *own]
+            # Nobody else has what this list holds: by its references it is told later what the script keeps.
+            return direct_gradients.own_memory(arrived, self.parameters, others)
 
     def fits_once_more(self) -> bool:
         """Whether the device has memory for another graph like this one, and as much again."""

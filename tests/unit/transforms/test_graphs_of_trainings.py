@@ -111,6 +111,21 @@ def test_gradients_of_other_strides_than_their_parameters(graphs: list[Graph]) -
     assert found.replays == STEPS - WARM_CALLS
 
 
+def test_gradients_that_the_script_keeps_are_not_overwritten(graphs: list[Graph]) -> None:
+    """Told by references: the capture itself must hold none to what the graph writes gradients to."""
+
+    def step(net: nn.Module, x: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
+        loss = trained(net, x, state)
+        state.setdefault("kept", []).append([p.grad for p in net.parameters()])
+        return loss
+
+    found = Twins(Net, step).run()
+    assert found.replays == STEPS - WARM_CALLS
+    for plain, graphed in zip(*(state["kept"] for state in found.states), strict=True):
+        for one, other in zip(plain, graphed, strict=True):
+            torch.testing.assert_close(other, one)
+
+
 class Turned(Net):
     """Its first weight's gradient comes with other strides than the weight has."""
 
