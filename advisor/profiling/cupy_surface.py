@@ -218,9 +218,8 @@ class Surface:
         def made(kernel: Any, *args: Any, **kwargs: Any) -> None:
             surface.wrap(name + MADE, kind.__init__)(kernel, *args, **kwargs)
 
-        return type(
-            name, (kind,), {"__call__": call, "__init__": made, "__module__": kind.__module__, "__doc__": kind.__doc__}
-        )
+        told = {"__call__": call, "__init__": made, "__module__": kind.__module__, "__doc__": kind.__doc__, SEES: True}
+        return type(kind)(name, (kind,), told)
 
     def _wrapped(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         get_ident, patches = threading.get_ident, self.patches

@@ -165,3 +165,25 @@ def test_a_view_that_no_call_made_is_not_trusted() -> None:
     for a, b in zip(plain, found, strict=True):
         np.testing.assert_array_equal(a, b)
     assert recorder.phase == OFF or not recorder.replayed
+
+
+def add_one(x: Any, out: Any) -> Any:
+    out[...] = x + 1.0
+    return out
+
+
+def test_a_kernel_made_in_each_step_is_one_in_the_graph() -> None:
+    def kernels(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(7), cp.ones((4, 3))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            y = cp.ElementwiseKernel("T x", "T y", add_one, "one")(x.dot(w), cp.empty((8, 3)))
+            w -= 0.01 * x.T.dot(y)
+        return [w]
+
+    plain = numbers(kernels(stub_cupy.module(), 40))
+    found, recorder = replayed(kernels, 40)
+    np.testing.assert_array_equal(plain[0], found[0])
+    assert recorder.program is not None
+    assert [e.how for e in recorder.program.entries if e.name.startswith("ElementwiseKernel")] == ["run"]
+    assert len(recorder.segments) == 1
