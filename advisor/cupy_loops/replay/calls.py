@@ -81,6 +81,9 @@ class Entry:
     scalars: tuple[tuple[int, int], ...] = ()
     constants: tuple[tuple[int, Any], ...] = ()
     nested: tuple[tuple[int, tuple[tuple[int, Any], ...]], ...] = ()
+    types: tuple[
+        tuple[int, type], ...
+    ] = ()  # of arguments that are asked for their type alone: an operator leaves the work to them
     gives: tuple[int, ...] = ()
     single: bool = True
     how: str = "run"

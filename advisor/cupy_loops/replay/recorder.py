@@ -208,6 +208,9 @@ class Recorder:
             value = values[position]
             if value is not constant and not same(value, constant):
                 return False
+        for position, kind in entry.types:
+            if type(values[position]) is not kind:
+                return False
         for position, number in entry.scalars:
             value = values[position]
             if type(value) not in (float, int, np.float64):

@@ -71,6 +71,8 @@ class _Reader:
         if old.name != new.name or len(olds) != len(news) or tuple(sorted(old.kwargs)) != keys:
             raise NotAStep(f"{old.name} in one step is {new.name} in the next, at {new.line}")
         entry = Entry(name=new.name, plain=new.plain, size=len(new.args), keys=keys)
+        if old.result is NotImplemented and new.result is NotImplemented:
+            return self._left_to_others(entry, olds, news)
         made = new.name in SOURCES | HOSTED or new.name.startswith(("random.", "linalg.")) or self._is_masked(new)
         if new.name in LOOKS:
             entry.how = "look"
@@ -100,6 +102,14 @@ class _Reader:
         elif entry.how == "made" and new.name in SOURCES and arrays:
             entry.how = "run"  # a device array again
         self._give(number, entry, new)
+        return entry
+
+    def _left_to_others(self, entry: Entry, olds: list[Any], news: list[Any]) -> Entry:
+        """An operator of an array that leaves the work to the other operand, of a class of the script's own."""
+        pairs = list(enumerate(zip(olds, news, strict=True)))
+        entry.arrays = tuple((i, self._place_of(a, b)) for i, (a, b) in pairs if isinstance(b, self.array))
+        entry.types = tuple((i, type(b)) for i, (_, b) in pairs if not isinstance(b, self.array))
+        entry.how, entry.single, entry.value = "placeholder", False, NotImplemented
         return entry
 
     def _give(self, number: int, entry: Entry, new: Call) -> None:

@@ -187,3 +187,30 @@ def test_a_kernel_made_in_each_step_is_one_in_the_graph() -> None:
     assert recorder.program is not None
     assert [e.how for e in recorder.program.entries if e.name.startswith("ElementwiseKernel")] == ["run"]
     assert len(recorder.segments) == 1
+
+
+class Wrapped:
+    """An autograd's value: arrays leave the work to it."""
+
+    __array_priority__ = 200
+
+    def __init__(self, data: Any) -> None:
+        self.data = data
+
+    def __rmul__(self, other: Any) -> Any:
+        return self.data * other
+
+
+def test_an_operator_that_leaves_the_work_to_its_operand_cuts_no_graph() -> None:
+    def left_over(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(8), cp.ones((4, 3))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            y = x.dot(w)
+            w -= 0.01 * x.T.dot(y * Wrapped(y))
+        return [w]
+
+    plain = numbers(left_over(stub_cupy.module(), 40))
+    found, recorder = replayed(left_over, 40)
+    np.testing.assert_array_equal(plain[0], found[0])
+    assert len(recorder.segments) == 1
