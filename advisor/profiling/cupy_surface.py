@@ -219,7 +219,8 @@ class Surface:
             surface.wrap(name + MADE, kind.__init__)(kernel, *args, **kwargs)
 
         told = {"__call__": call, "__init__": made, "__module__": kind.__module__, "__doc__": kind.__doc__, SEES: True}
-        return type(kind)(name, (kind,), told)
+        made_of: type = type(kind)(name, (kind,), told)
+        return made_of
 
     def _wrapped(self, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
         get_ident, patches = threading.get_ident, self.patches
