@@ -69,6 +69,16 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, p
     return reason or dispatch.refusal("", spec.wins(_taps(weight), storage.name(x.dtype)))
 
 
+def _planes(x: torch.Tensor) -> torch.Tensor:
+    """x as contiguous planes that begin at a multiple of 16 bytes."""
+    return alignment.dense(x, torch.contiguous_format)
+
+
+def _format(x: torch.Tensor) -> torch.memory_format:
+    """The format that the result gets: that of x."""
+    return torch.channels_last if alignment.is_nhwc(x) and not x.is_contiguous() else torch.contiguous_format
+
+
 def _pytorch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, padding: Pair) -> torch.Tensor:
     """PyTorch's own convolution in x's dtype."""
     bias = None if bias is None else bias.to(x.dtype)
@@ -84,14 +94,14 @@ def _gradients(
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dx, in x's format, dweight and dbias, each where wanted."""
-    dy = cuda.planes(dy.to(x.dtype))
+    dy = _planes(dy.to(x.dtype))
     dx = dweight = dbias = None
     if wanted[1]:
-        dweight = cuda.backward_weight(dy, cuda.planes(x), weight, call)
+        dweight = cuda.backward_weight(dy, _planes(x), weight, call)
     if wanted[2] and bias is not None:
         dbias = dy.sum((0, 2, 3), dtype=torch.float32).to(bias.dtype)
     if wanted[0]:
-        dx = cuda.like(cuda.backward_data(dy, weight.contiguous(), call), x)
+        dx = cuda.backward_data(dy, weight.contiguous(), call).contiguous(memory_format=_format(x))
     return dx, dweight, dbias
 
 
@@ -123,7 +133,8 @@ class _LargeDepthwiseConv2d(Function):
     ) -> torch.Tensor:
         Function.keep(ctx, x, weight, bias)
         ctx.call = call
-        return cuda.like(cuda.forward(cuda.planes(x), weight.contiguous(), bias, call), x)
+        y = cuda.forward(_planes(x), weight.contiguous(), bias, call)
+        return y.contiguous(memory_format=_format(x))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
@@ -175,7 +186,7 @@ def large_depthwise_conv2d_op(
         return _pytorch(x, weight, bias, pads).contiguous(memory_format=torch.channels_last)
     engaged[spec.name(_taps(weight))] += 1
     call = spec.call(tuple(x.shape), _taps(weight), pads)
-    y = cuda.like(cuda.forward(cuda.planes(x), weight.contiguous(), bias, call), x)
+    y = cuda.forward(_planes(x), weight.contiguous(), bias, call)
     return y.contiguous(memory_format=torch.channels_last)
 
 

@@ -57,7 +57,6 @@ def _case(
     unit = "matrix" if dtype != "float32" else "vector"
     if dtype == "float32":
         flops = (0, 0)  # three products on the tensor cores: fewer operations than the fp32 pipes' limit would have it
-    turned = (spec.TURN,) if layout == "nhwc" else ()
     memory_format = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     return Case(
         name=spec.name(taps, bias=bias) + ("" if layout == "nchw" else " nhwc"),
@@ -65,10 +64,8 @@ def _case(
         shape=shape,
         dtype=dtype,
         passes={
-            "forward": Work(kernels=(spec.CONV, *turned), nbytes=nbytes[0], flops=flops[0], unit=unit),
-            "backward": Work(
-                kernels=(spec.CONV, spec.BACKWARD_WEIGHT, *turned), nbytes=nbytes[1], flops=flops[1], unit=unit
-            ),
+            "forward": Work(kernels=(spec.CONV,), nbytes=nbytes[0], flops=flops[0], unit=unit),
+            "backward": Work(kernels=(spec.CONV, spec.BACKWARD_WEIGHT), nbytes=nbytes[1], flops=flops[1], unit=unit),
         },
         inputs=partial(_inputs, call=call, dtype=dtype, weight_dtype=weight_dtype, bias=bias, layout=memory_format),
         ours=api.large_depthwise_conv2d,

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.alignment import dense, empty_nhwc, is_nhwc
 from advisor.ops.large_depthwise import spec
 from advisor.ops.large_depthwise.spec import Call
 
@@ -39,33 +38,6 @@ def _product(
     pointers = x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr()
     kernel(grid, (threads, 1, 1), (*pointers, *sizes), shared_bytes, nvrtc.stream(device))
     return y
-
-
-def _turn(x: torch.Tensor, y: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """y, whose memory is [N][columns][rows], of x, whose memory is [N][rows][columns]."""
-    device = x.device.index or 0
-    macros = tuple(spec.turn_defines(rows, columns, storage.name(x.dtype)).items())
-    kernel = nvrtc.function(spec.TURN, spec.KERNELS[spec.TURN][0], macros, device)
-    grid = -(-rows // spec.TURN_TILE), -(-columns // spec.TURN_TILE), x.shape[0]
-    arguments = x.data_ptr(), y.data_ptr(), np.int32(rows), np.int32(columns)
-    kernel(grid, (spec.TURN_THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
-    return y
-
-
-def planes(x: torch.Tensor) -> torch.Tensor:
-    """x [N, C, H, W] as contiguous planes that begin at a multiple of 16 bytes: itself, or a copy."""
-    if x.is_contiguous() or not is_nhwc(x):
-        return dense(x, torch.contiguous_format)
-    n, c, h, w = x.shape
-    return _turn(x, x.new_empty((n, c, h, w)), h * w, c)
-
-
-def like(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """y, contiguous planes, in x's memory format: itself, or a copy."""
-    if x.is_contiguous() or not is_nhwc(x):
-        return y
-    n, c, h, w = y.shape
-    return _turn(y, empty_nhwc((n, c, h, w), y), c, h * w)
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:

@@ -12,10 +12,8 @@ from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize
 
 CONV = "large_depthwise/large_depthwise.cu"
 BACKWARD_WEIGHT = "large_depthwise/large_depthwise_weight.cu"
-TURN = "large_depthwise/large_depthwise_turn.cu"
-KERNELS = {TURN: ("large_depthwise_turn",), CONV: ("large_depthwise",), BACKWARD_WEIGHT: ("large_depthwise_weight",)}
+KERNELS = {CONV: ("large_depthwise",), BACKWARD_WEIGHT: ("large_depthwise_weight",)}
 
-TURN_TILE, TURN_THREADS = 64, 256  # of TURN
 TAPS = 11, 63  # the least and the most, of the longer side; the shorter may have 1
 LEAST_TAPS = 121  # in all
 EIGHTS = 8  # of columns a warp at most, and of 16 rows a tile 4
@@ -202,11 +200,6 @@ def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, flip: bool
     }
 
 
-def turn_defines(rows: int, columns: int, dtype: str) -> dict[str, int]:
-    """Macros of TURN."""
-    return {"STORAGE": STORAGE[dtype], "EVEN_ROWS": int(rows % 2 == 0), "EVEN_COLUMNS": int(columns % 2 == 0)}
-
-
 def weight_defines(call: Call, plan: WeightPlan, dtype: str) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT."""
     return {
@@ -346,10 +339,6 @@ _SMS, _ARCH = 132, 90
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of the variants that the trained networks ask for."""
-    if source == TURN:
-        return tuple(
-            turn_defines(*sizes, dtype) for sizes in ((49, 96), (3136, 128)) for dtype in ("float32", "bfloat16")
-        )
     found = []
     for dtype in ("float32", "bfloat16"):
         for n, c, side, taps in TRAINED:
