@@ -50,3 +50,12 @@ def test_three_directions(
     near(cuda.forward(parts, cuda.split_weight(weight, groups, gradient=False), bias, x, call), exact)
     near(cuda.backward_data(dy_parts, cuda.split_weight(weight, groups, gradient=True), x, call), exact_dx)
     near(cuda.backward_weight(dy_parts, parts, weight, call), exact_dw)
+
+
+@pytest.mark.parametrize(("arch", "compiles", "dispatched"), [(90, True, True), (90, False, False), (80, True, False)])
+def test_nothing_is_dispatched_but_what_was_measured(
+    emulated, monkeypatch: pytest.MonkeyPatch, arch: int, compiles: bool, dispatched: bool
+) -> None:
+    emulated.use(sm_count=3, arch=arch)
+    monkeypatch.setattr(cuda.nvrtc, "refused", lambda name: "" if compiles else "an older compiler")
+    assert (cuda.unmeasured(0) == "") is dispatched

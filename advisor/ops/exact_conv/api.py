@@ -69,7 +69,9 @@ def unsupported(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call) -> str:
     reason = unsupported(x, weight, bias, call)
-    return reason or dispatch.refusal("", ALLOWED if allowed() else spec.wins(call))
+    return reason or dispatch.refusal(
+        "", ALLOWED if allowed() else spec.wins(call) or cuda.unmeasured(x.device.index or 0)
+    )
 
 
 def _pytorch(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call) -> torch.Tensor:

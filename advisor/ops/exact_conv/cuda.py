@@ -10,6 +10,7 @@ import torch
 
 from advisor.ops import nvrtc
 from advisor.ops.alignment import empty_nhwc
+from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.exact_conv import spec
 from advisor.ops.exact_conv.spec import Call
 
@@ -29,6 +30,11 @@ class Parts(NamedTuple):
 def _hopper() -> bool:
     """Whether the compiler here makes Hopper's products."""
     return not nvrtc.refused(spec.HOPPER)
+
+
+def unmeasured(device: int) -> str:
+    """Why the kernels are not dispatched on this device, whatever the call; empty where they were measured."""
+    return "" if nvrtc.arch(device) == spec.HOPPERS and _hopper() else f"{UNMEASURED} but of Hopper's products"
 
 
 @lru_cache(maxsize=64)

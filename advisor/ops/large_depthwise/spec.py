@@ -15,7 +15,7 @@ BACKWARD_WEIGHT = "large_depthwise/large_depthwise_weight.cu"
 KERNELS = {CONV: ("large_depthwise",), BACKWARD_WEIGHT: ("large_depthwise_weight",)}
 
 TAPS = 11, 63  # the least and the most, of the longer side; the shorter may have 1
-LEAST_TAPS = 121  # in all
+LEAST_TAPS = 121  # in all: 11 x 11, or strips of several rows
 EIGHTS = 8  # of columns a warp at most, and of 16 rows a tile 4
 SIXTEENS = 4
 WARPS = 8  # of CONV at most
