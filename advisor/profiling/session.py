@@ -57,6 +57,7 @@ class Session:
         False  # profile: behind the trace one step more, whose layers are held against fp64 (profiling/precision.py)
     )
     candidates: tuple[Recommendation, ...] = ()
+    later: tuple[str, ...] = ()  # search: changes that are no part of what is tried as one, first of all
     whole_first: bool = False  # search: what fits together of the candidates is tried as one before any by itself
     kept: tuple[PlanItem, ...] = ()
     min_gain: float = 0.01

@@ -55,6 +55,7 @@ class SearchProcesses:
     min_gain: float
     max_pairs: int
     noise: float | None = None  # of the plain loop (statistics.noise)
+    later: tuple[str, ...] = ()  # what an earlier search has refused for what it does
     late: bool = False  # candidates were left when their time was up
     ended_early: int = 0  # processes whose script came to its own end
     on_whole: Callable[[], None] | None = None  # called once what was tried as one, first of all, is kept
@@ -131,6 +132,7 @@ class SearchProcesses:
         (run_dir / records.TRIALS_DIR / records.FAULT_FILE).unlink(missing_ok=True)
         return {
             "candidates": tuple(left),
+            "later": self.later,
             "whole_first": self.on_whole is not None,
             "kept": records.kept_items(run_dir),
             "min_gain": self.min_gain,

@@ -24,7 +24,7 @@ from advisor.core.verdict import KEPT, SKIPPED, TrialLog
 from advisor.profiling.launcher import ScriptCommand
 from advisor.profiling.relay import Relay
 from advisor.profiling.session import Session
-from advisor.trials import fresh, outcome, planfile, planner, records, statistics
+from advisor.trials import earlier, fresh, outcome, planfile, planner, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, Chooser
 from advisor.trials.fresh import FreshRuns
@@ -98,6 +98,12 @@ def begin(
     )
     noise = statistics.noise(profile.step_us.raw) if profile is not None and profile.step_us is not None else None
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs, noise)
+    if profile is not None:
+        here = planfile.hashes_here(command.name, environment=planfile.environment_text(profile.environment))
+        processes.later = earlier.refused(run_dir, command.words[0], command.words[1:], here)
+        if processes.later:
+            titles = ", ".join(map(transform_table.title, processes.later))
+            say(f"not among what is tried first, as the latest search here has refused it: {titles}")
     if noise is not None:
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])

@@ -151,6 +151,19 @@ def test_a_kernel_that_does_not_gain_with_nhwc_is_not_tried_without(tmp_path, mo
     assert verdicts["fused_bn_act"].reason.startswith("with channels_last, which it needs")
 
 
+def test_what_an_earlier_search_has_refused_is_no_part_of_the_whole_and_has_its_own_trial(tmp_path, monkeypatch):
+    planted(monkeypatch, channels_last=Layout, amp_bf16=HalfInLayout, set_to_none=Wrong)
+    asked = ("channels_last", "amp_bf16", "set_to_none")
+    promised = tuple(replace(c, predicted=Interval(low=0.0, high=0.5)) for c in candidates(*asked))
+    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=promised, whole_first=True, later=("set_to_none",))
+    train(orders, SearchDriver, find)
+    verdicts = {v.transform: v.status for v in records.verdicts(tmp_path)}
+    assert verdicts == {
+        "channels_last": "kept",
+        "amp_bf16": "kept",
+    }  # at once; the other's turn comes in the next process
+
+
 class Slightly(Waits):
     factor = 0.95
 

@@ -293,7 +293,8 @@ class SearchDriver:
         if not self.session.whole_first or self.kept.standing or any(v.status == KEPT for v in verdicts):
             return ()
         tried = {v.transform for v in verdicts}
-        live = [c for c in waiting if whole.kind(c) and self.loop.find(c.transform).live and self._applies(c)]
+        asked = [c for c in waiting if whole.kind(c) and c.transform not in self.session.later]
+        live = [c for c in asked if self.loop.find(c.transform).live and self._applies(c)]
         nhwc = self._nhwc() or not self._applies(Recommendation(transform=planner.LAYOUT))
         gross = any(whole.gross(v) for v in verdicts)
         attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc, gross=gross)
