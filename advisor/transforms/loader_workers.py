@@ -116,7 +116,8 @@ def _wanted(parameters: Mapping[str, str]) -> int:
     if "workers" in parameters:
         return int(parameters["workers"])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    # By torchrun, or by `--gpus N`, whose ranks do not see torchrun's variables (distributed/place.py).
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("ADVISOR_GPUS") or "1")
     return max(1, min(cores // ranks - 1, _MOST_WORKERS))
 
 

@@ -344,3 +344,11 @@ def test_items_are_read_once_a_loader_and_with_each_set_of_files(monkeypatch, tm
     with open(tmp_path / "log"):
         probe(plain)
     assert len(reads) == 2
+
+
+@pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "ADVISOR_GPUS"])
+def test_ranks_of_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
+    assert loader_workers._wanted({}) == 7
+    monkeypatch.setenv(variable, "4")
+    assert loader_workers._wanted({}) == 1
