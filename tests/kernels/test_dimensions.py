@@ -175,14 +175,17 @@ def test_casts_that_change_the_dtype_stay() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_group_norm_takes_parameters_in_half_precision(emulated, dtype: torch.dtype) -> None:
-    from advisor.ops.group_norm import api, reference
+    from advisor.ops.group_norm import api, reference, spec
 
     torch.manual_seed(0)
     x = torch.randn(2, 5, 4, 16).to(dtype).permute(0, 3, 1, 2).requires_grad_()
     w, b = ((torch.rand(16) + 0.5).to(dtype).requires_grad_() for _ in range(2))
     dispatch.clear()
-    y = api.group_norm(x, 4, w, b, 1e-5, "relu")
+    with dispatch.everything():
+        y = api.group_norm(x, 4, w, b, 1e-5, "relu")
     assert not catalog.get("group_norm").fell_back
+    assert spec.narrow(("float16", "bfloat16")) == dispatch.UNMEASURED  # so it is not by itself, so far
+    assert not spec.narrow(("float32",))
     dy = torch.randn_like(y)
     got = [y, *torch.autograd.grad(y, (x, w, b), dy)]
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
@@ -244,7 +247,8 @@ def test_a_net_that_is_half_as_a_whole_finds_the_kernels_of_batch_norm(emulated,
     plain, x = copy.deepcopy(model).double(), torch.randn(4, 3, 8, 8).to(dtype).to(memory_format=torch.channels_last)
     run, reports = captured(model, ("batchnorm_act",))
     dispatch.clear()
-    got = trained(model, run, x)
+    with dispatch.everything():  # not by itself before it is measured
+        got = trained(model, run, x)
     assert reports["batchnorm_act"].matched == {"bn": "bn+gelu", "last": "bn+add+relu"}
     assert sum(catalog.get("batchnorm_act").engaged.values()) == 2
     assert {buffer.dtype for name, buffer in model.named_buffers() if "running" in name} == {dtype}

@@ -180,6 +180,8 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
                 dtype=norm.dtype,
                 variant=norm.variant,
             )
+            if norm.narrow:
+                wins = wins or dispatch.UNMEASURED  # the kernels are on file, and not with casts around them
             reasons.append(dispatch.refusal("", wins))
             if not reasons[-1]:
                 running += _substitute(graph, norm, pattern, compiled=compiled)

@@ -51,16 +51,18 @@ def _standing(
 ) -> tuple[str, str]:
     """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
     types = {"dtype": storage.name(dtype), "result": storage.name(result)}
+    given = tuple(storage.name(p) for p in parameters)
     unsupported = spec.unsupported(
         shape=tuple(shape),
         channels_last=channels_last,
         groups=groups,
-        parameters=tuple(storage.name(p) for p in parameters),
+        parameters=given,
         activation=activation,
         arch=nvrtc.arch(device),
         **types,
     )
-    return unsupported, spec.wins(channels=shape[1], groups=groups, activation=activation, **types)
+    wins = spec.wins(channels=shape[1], groups=groups, activation=activation, **types)
+    return unsupported, wins or spec.narrow(given)
 
 
 def _fp32(parameter: torch.Tensor | None) -> torch.Tensor | None:

@@ -100,18 +100,19 @@ def _result(norm: _Norm, *, compiled: bool) -> torch.dtype | str:
         return "its input leaves the graph"
     dtypes = {"dtype": match.dtype_name(x), "result": storage.name(result)}
     parameters = [match.value(p) for p in (norm.weight, norm.bias) if p is not None]
+    given = tuple("unknown type" if p is None else match.dtype_name(p) for p in parameters)
     reason = spec.unsupported(
         shape=tuple(x.shape),
         # A compiled graph would copy; run eagerly, the operation looks for itself at each call.
         channels_last=not compiled or x.is_contiguous(memory_format=torch.channels_last),
         groups=norm.groups,
-        parameters=tuple("unknown type" if p is None else match.dtype_name(p) for p in parameters),
+        parameters=given,
         activation=norm.activation,
         arch=storage.MIN_ARCH,
         **dtypes,
     )
     wins = spec.wins(channels=x.shape[1], groups=norm.groups, activation=norm.activation, **dtypes)
-    return dispatch.refusal(reason, wins) or result
+    return dispatch.refusal(reason, wins or spec.narrow(given)) or result
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -49,6 +49,11 @@ def wins(*, channels: int, groups: int, activation: str, dtype: str, result: str
     return "" if activation in ACTIVATIONS else UNMEASURED
 
 
+def narrow(parameters: tuple[str, ...]) -> str:
+    """Why a call with parameters of these dtypes is left to PyTorch, whatever `wins` says; empty for fp32."""
+    return UNMEASURED if any(parameter != "float32" for parameter in parameters) else ""
+
+
 def kind(instance: bool, activation: str, dtype: str, result: str) -> str:
     """`groupnorm+silu to float32`; `instancenorm`, of as many groups as channels."""
     named = name(1, 1 if instance else 2, activation, dtype, result)

@@ -57,3 +57,13 @@ def test_a_row_that_does_not_fit_the_others_is_refused(identifier: str, change: 
     rows = [dataclasses.replace(row, **change) if row.id == identifier else row for row in ROWS.values()]
     with pytest.raises(AdvisorError, match=words):
         transform_table.table(rows)
+
+
+def test_kernels_that_were_measured_in_nchw_bring_no_layout() -> None:
+    """The row of each family says whether its kernels run in NHWC alone; a family with cases in NCHW does not."""
+    from advisor.core.transform_table import row
+    from advisor.ops import catalog
+
+    for family in catalog.FAMILIES:
+        if family.captured and any(case.layout != "nhwc" for case in family.benchmark):
+            assert not row(family.transform).nhwc, family.id
