@@ -22,6 +22,8 @@ LOADER, HOST = "its loader", "the host's launches"
 # One run of each says enough where its steps are certainly faster by so much: two processes of one kind differ by 1 to 2 %
 # (docs/decisions/0057), and the interval of one and one is made wider by what two of each kind may.
 CLEAR, APART = 1.1, 0.04
+# Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower.
+NOT_SLOWER = 0.97
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,12 +116,13 @@ def judge(
         passed, detail = None, "too few steps were timed in fresh runs"
     elif check.passed is False:
         passed = False
-    elif low <= 1.0 and own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0:
+    elif low <= 1.0 and own is not None and own[0] > 1.0 and point >= NOT_SLOWER:
         told = f"the device's time is {own[1]:.2f}× shorter ({own[0]:.2f} to {own[2]:.2f})"
         detail = f"{told}; the step waits for {waits} ({point:.2f}×, {low:.2f} to {high:.2f}); {check.detail}"
     elif low <= 1.0:
-        # Above 1 but not beyond noise leaves it open; more runs may tell.
-        passed = None if point > 1.0 else False
+        # Above 1 but not beyond noise leaves it open, and so does a device that needs less time; more runs may tell.
+        less_work = own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0
+        passed = None if point > 1.0 or less_work else False
         detail = f"{point:.2f}× ({low:.2f} to {high:.2f}) in fresh runs"
         detail = f"too noisy to confirm: {detail}" if passed is None else f"not faster: {detail}"
     batch = plain[0].batch_size
