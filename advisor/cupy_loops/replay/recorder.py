@@ -7,6 +7,7 @@ as it was written. A loop in which that happens too often is left alone from the
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 from collections.abc import Callable
@@ -179,16 +180,24 @@ class Recorder:
         if entry.name != name or not self.finder.at_anchor(name, sys._getframe(4)):
             return False
         self.at = []
-        arena = self._arenas[self._turn]
-        if held := arena.held():
-            self._turn = 1 - self._turn
-            arena = self._arenas[self._turn]
-            if arena.held():  # those of the first have been held for two steps, these may be the last step's
-                self._hand_out(held)
-                return False
-        self.at = list(arena.at)
+        if self._arenas[self._turn].held() and not self._other_turn():
+            return False
+        self.at = list(self._arenas[self._turn].at)
         self._clear()
         return self._fits(entry, args, kwargs)
+
+    def _other_turn(self) -> bool:
+        """Whether there is an arena of which nobody holds anything, behind Python's own collection of what only holds itself."""
+        first, second = self._turn, 1 - self._turn
+        if not self._arenas[second].held():
+            self._turn = second
+            return True
+        gc.collect(1)
+        # What the first has given has been held for two steps; the other's may be the last step's.
+        if held := self._arenas[first].held():
+            self._hand_out(held)
+            return False
+        return True
 
     def _clear(self) -> None:
         self._bound.clear()

@@ -214,3 +214,21 @@ def test_an_operator_that_leaves_the_work_to_its_operand_cuts_no_graph() -> None
     found, recorder = replayed(left_over, 40)
     np.testing.assert_array_equal(plain[0], found[0])
     assert len(recorder.segments) == 1
+
+
+def test_arrays_that_only_garbage_holds_do_not_end_the_replay() -> None:
+    def cycles(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(9), cp.ones((4, 3))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            y = x.dot(w)
+            tape: list[Any] = [y]
+            tape.append(tape)  # as closures of an autograd hold each other
+            w -= 0.01 * x.T.dot(y)
+        return [w]
+
+    plain = numbers(cycles(stub_cupy.module(), 60))
+    found, recorder = replayed(cycles, 60)
+    np.testing.assert_array_equal(plain[0], found[0])
+    assert recorder.phase == REPLAY, recorder.why
+    assert (recorder.programs, recorder.broken) == (1, 0)
