@@ -167,11 +167,33 @@ class _Captured:
     def run(self, layer: CaptureLayer, /, *args: Any, **kwargs: Any) -> Any:
         """The captured forward, its graphs as `layer` rewrites them."""
         outer, self._in_force.layer = self._in_force.layer, layer
+        before = _autocasts()
         try:
             with _in_one_piece() if _in_a_group() else contextlib.nullcontext():
                 return self._forward(*args, **kwargs)
+        except BaseException:
+            _leave_autocasts(before)
+            raise
         finally:
             self._in_force.layer = outer
+
+
+def _autocasts() -> int:
+    """How many autocasts this thread is inside of."""
+    count = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return count
+
+
+def _leave_autocasts(before: int) -> None:
+    """A captured graph that has failed does not leave the autocast that it has entered (a CUDA graph that could not be captured, memory that
+    ran out). Weights' copies in half precision would be kept from then on, and no update of theirs be seen.
+    """
+    left = _autocasts() - before
+    for _ in range(left):
+        torch.autocast_decrement_nesting()
+    if left and not before:
+        torch.clear_autocast_cache()
 
 
 def _dispatching(in_force: _InForce) -> _Backend:

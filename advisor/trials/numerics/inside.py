@@ -112,7 +112,8 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
         around = [n for n in right if name.startswith(f"{n}.")]
         around = [n for n in around if (found[n].back if what.startswith("gradient") else found[n].forward)]
         several = any(sum(other.startswith(f"{n}.") for other in inmost) > 1 for n in around)
-        return not what.startswith(PARAMETER) and (several or (what.startswith(BUFFER) and bool(around)))
+        alone = what.startswith(BUFFER) or what in found[name].shifted  # a norm without statistics leaves no second one
+        return not what.startswith(PARAMETER) and (several or (alone and bool(around)))
 
     left = [(r, f"{what} of {n}") for n in wrong for what, r in found[n].wrong().items() if not answered(n, what)]
     if left:

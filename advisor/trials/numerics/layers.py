@@ -70,6 +70,7 @@ class Told(NamedTuple):
     forward: bool
     back: bool
     own: list[torch.nn.Parameter]
+    shifted: frozenset[str] = frozenset()  # outputs that are off by a constant a channel alone, as by a bias
 
     def wrong(self) -> dict[str, float]:
         """What is beyond its bound."""
@@ -225,7 +226,22 @@ def _closely(rerun: Rerun, base: dict[str, torch.Tensor]) -> Told:
                 sharp[name] = False
                 told[name] = _along(found[name], [other[name] for other in others])
     forward = all(value for name, value in sharp.items() if not name.startswith("gradient"))
-    return Told(told, forward, all(sharp.values()), rerun.own)
+    shifted = {
+        name
+        for name, ratio in told.items()
+        if ratio > 1.0 and name.startswith("output") and _shifted(rerun, name, found[name], base[name], noisy[name])
+    }
+    return Told(told, forward, all(sharp.values()), rerun.own, frozenset(shifted))
+
+
+def _shifted(rerun: Rerun, name: str, found: torch.Tensor, base: torch.Tensor, usual: Apart) -> bool:
+    """Whether nothing but a constant a channel, [N, C, ...], lies between the two."""
+    if found.shape != base.shape or found.dim() < 3:
+        return False
+    off = found.float() - base.float()
+    rest = off - off.mean([0, *range(2, off.dim())], keepdim=True)
+    least = bound(name, rerun.plain.target_class, usual.error, base.numel() if rerun.holds else 0)
+    return float(rest.norm()) <= least * float(base.float().norm())
 
 
 def _noisy(rerun: Rerun, base: dict[str, torch.Tensor], seeds: range) -> dict[str, Apart]:

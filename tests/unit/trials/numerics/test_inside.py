@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,6 +132,22 @@ def test_a_gradient_that_is_lost_or_cut_is_seen_in_spite_of_dropout() -> None:
         assert check.passed is False, (name, check)
 
 
+def test_what_is_smaller_as_a_whole_shows_where_noise_is_as_large() -> None:
+    """Noise of a fifth hides an error of 0.3 in all directions, and not along the gradient itself."""
+    base = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    noise = torch.randn(4096, generator=torch.Generator().manual_seed(1))
+    name = "gradient of its input 0.0"
+    block: Any = SimpleNamespace(holds=True, plain=SimpleNamespace(target_class="half"))
+    usual = layers.apart({name: base + 0.2 * noise}, {name: base})
+
+    def told(found: torch.Tensor) -> float:
+        return layers._ratios(block, {name: base}, usual, layers.apart({name: found}, {name: base}))[name]
+
+    assert told(base + 0.3 * noise) <= 1.0
+    assert told(0.7 * base) > 1.0
+    assert told(1.3 * base + 0.2 * noise) > 1.0
+
+
 def test_a_bias_left_to_the_norm_behind_it_is_no_fault() -> None:
     """Trained, so that it counts: then the norm's statistics are off by it, and right in the block that holds both."""
     loop = loop_of("segmentation, UNet")
@@ -144,6 +161,29 @@ def test_a_bias_left_to_the_norm_behind_it_is_no_fault() -> None:
     norm = planted(loop, "frozen statistics", 1)
     check = loop.judge(Change("frozen", (*parts, *bf16(loop), norm), Semantics.PRECISION))
     assert check.passed is False, check
+
+
+def test_a_bias_that_a_norm_without_statistics_cancels_is_no_fault() -> None:
+    """Then the convolution alone is off, by a constant a channel."""
+
+    def make() -> Any:
+        block = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.InstanceNorm2d(16), nn.ReLU())
+        return supervised(
+            Classifier(nn.Sequential(block, conv_norm(16, 32)), 32), labelled(), nn.functional.cross_entropy
+        )
+
+    loop = Loop(Kind("instance", make), 2)
+    conv = loop.script.models[0].features[0][0]
+    with torch.no_grad():
+        conv.bias.copy_(torch.randn(16))
+
+    def judged(fault: Callable[[torch.Tensor], torch.Tensor]) -> Check:
+        part = right.patched(conv, lambda forward: lambda x: fault(forward(x)))
+        return loop.judge(Change("bf16", (*bf16(loop), part), Semantics.PRECISION))
+
+    check = judged(lambda y: y - conv.bias.view(1, -1, 1, 1).to(y.dtype))
+    assert check.passed, check
+    assert judged(faults.zeroed_channel).passed is False
 
 
 def test_a_layer_without_a_word_of_its_own_is_judged_with_what_holds_it() -> None:
@@ -252,6 +292,23 @@ def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was
         with torch.no_grad():
             weight.mul_(2.0)
     assert seen_as == [2.0, 4.0]
+
+
+def test_a_captured_graph_that_fails_leaves_no_autocast_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that a CUDA graph cannot hold: from then on weights would be seen as they were."""
+    loop = loop_of("classifier, ResNet")
+    model = loop.script.models[0]
+    x = torch.randn(4, 3, 16, 16)
+    offs = [part() for part in (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)]
+    model(x)
+    before = capture._autocasts()
+    with monkeypatch.context() as patched:
+        patched.setattr(reference, "batchnorm_act", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+    assert capture._autocasts() == before
+    for off in reversed(offs):
+        off()
 
 
 def test_a_script_may_have_set_another_default_device() -> None:
