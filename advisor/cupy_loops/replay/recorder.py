@@ -28,6 +28,7 @@ MOST_REFUSED = 24  # calls that a graph cannot hold
 ATTEMPTS = 8  # programs made, before the loop is left alone
 STEADY = 200  # replayed steps behind which earlier attempts are forgotten
 LEARN_AGAIN = 2  # broken steps in a row
+MOST_COLLECTED = 5  # full collections of Python's garbage, which may take as long as a step
 JUDGED, LEAST_REPLAYED = 60, 0.7  # steps, and the share of them that must have been replayed to the end
 FIND, REPLAY, OFF = "find", "replay", "off"
 
@@ -66,7 +67,7 @@ class Recorder:
         self._promised: list[tuple[int, Any]] = []  # arrays of the script's own that are to be filled
         self._kept_by_script: set[int] = set()  # entries whose arrays it holds for longer than a step
         self.cursor = self.launched = 0
-        self._judged = self._since = self._in_a_row = 0
+        self._collected = self._judged = self._since = self._in_a_row = 0
 
     # -- calls ------------------------------------------------------------------------------------------------------
 
@@ -193,6 +194,9 @@ class Recorder:
             self._turn = second
             return True
         gc.collect(1)
+        if self._arenas[first].held() and self._collected < MOST_COLLECTED:
+            self._collected += 1
+            gc.collect()
         # What the first has given has been held for two steps; the other's may be the last step's.
         if held := self._arenas[first].held():
             self._hand_out(held)
