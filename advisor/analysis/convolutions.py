@@ -29,7 +29,9 @@ _ALGORITHMS = (
 _DATA = re.compile(
     r"dgrad|bwd_?data|backward_data|backward_input|depthwise2d_backward_kernel|_gradient$", re.IGNORECASE
 )
-_WEIGHT = re.compile(r"wgrad|bwd_?filter|backward_weight|backward_filter|grad_weight|_weight_kernel", re.IGNORECASE)
+_WEIGHT = re.compile(
+    r"wgrad|bwd_?filter|backward_weight|backward_filter|grad_weight|_weight_kernel|ReduceSplit", re.IGNORECASE
+)
 _GENERATION = re.compile(r"sm(70|75|80|86|89|90|100|103|120)", re.IGNORECASE)
 
 
@@ -121,7 +123,7 @@ def products(profile: StepProfile) -> tuple[Product, ...]:
     view = View.of(profile)
     groups: dict[tuple[str, str], list[KernelRow]] = {}
     for row in view.rows:
-        if row.kind == "conv" and not bias_row(view, row):
+        if row.kind == "conv" and not bias_row(view, row) and not row.name.startswith("Memset"):
             groups.setdefault((row.module or row.source or row.shapes, direction(row)), []).append(row)
     forward = {place: rows for (place, of), rows in groups.items() if of == FORWARD}
     conversions = _conversions(view, groups)

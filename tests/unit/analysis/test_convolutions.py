@@ -56,6 +56,7 @@ def test_an_algorithm_is_read_from_the_name(name: str, expected: str) -> None:
         ("void at::native::conv_depthwise2d_backward_kernel<3>", DATA),
         ("void at::native::conv_depthwise2d_grad_weight_kernel<float>", WEIGHT),
         ("conv3x3_backward_weight", WEIGHT),
+        ("void cutlass__5x_cudnn::Kernel<cutlass__5x_cudnn::reduction::kernel::ReduceSplitK", WEIGHT),
         ("some_gemm", GRADIENTS),
     ],
 )
