@@ -159,7 +159,9 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "batchnorm_concat": _dense_layers,
     "batchnorm_act": lambda model: _norms(model) - _stems(model) - _dense_layers(model),
     "pooling": _pools,
+    "volume_pooling": lambda model: 0,
     "upsample": lambda model: 0,
+    "padding": lambda model: 0,
     "squeeze_excite": lambda model: _count(model, lambda m: type(m).__name__ in _SQUEEZE_EXCITE),
     "layer_norm": lambda model: _count(model, lambda m: isinstance(m, nn.LayerNorm)),
     "group_norm": lambda model: _count(model, lambda m: isinstance(m, nn.GroupNorm | nn.InstanceNorm2d)),
@@ -170,10 +172,16 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "grouped": lambda model: _count(model, _is_grouped),
     "bias_act": _bias_act_sites,
     "first_conv": lambda model: _count(model, _sees_an_image),
+    "few_channels": lambda model: 0,  # in half precision
+    "prelu": lambda model: 0,
     "conv3x3": _narrow_3x3_sites,
     "pointwise": _pointwise_before_norms,
     "strided_pointwise": lambda model: _count(model, lambda module: _known_to(strided_pointwise, module)),
 }
+
+
+# Dispatched nowhere so far. Here it would take the bias of every convolution, which others then take that want none.
+WAITING = {"bias_add"}
 
 
 def build(package: str, name: str) -> nn.Module:
@@ -246,7 +254,7 @@ def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name
     monkeypatch.setattr(
         batchnorm_act, "forked_batchnorm_act", lambda *given, **named: calls.append(given) or forked(*given, **named)
     )
-    reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
+    reports = {family: match.MatchReport() for family in SITES}
     captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
     captured(torch.randn(2, 3, 224, 224, device="meta"))
     for family, report in reports.items():
@@ -259,4 +267,5 @@ def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name
 
 
 def test_every_family_says_how_many_sites_it_expects() -> None:
-    assert set(SITES) == {family.id for family in catalog.FAMILIES if family.captured}
+    assert set(SITES) | WAITING == {family.id for family in catalog.FAMILIES if family.captured}
+    assert not any(catalog.get(family).kinds for family in WAITING)
