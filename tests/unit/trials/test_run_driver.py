@@ -128,7 +128,7 @@ def test_optimizers_that_come_and_go_are_not_followed_for_long(capfd: pytest.Cap
     for _ in range(12):
         train(model, sgd(model))
     assert is_on(model)
-    assert capfd.readouterr().err.count("optimizers come and go") == 1
+    assert capfd.readouterr().err.count("the script makes new optimizers") == 1
 
 
 @pytest.mark.usefixtures("enabled")
