@@ -15,6 +15,7 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Finding, Findings, Outcome
 from advisor.core.profile import ModelFacts, Spread, StepProfile
+from advisor.pipeline import applying, shared
 from advisor.trials import planfile, search
 
 
@@ -30,7 +31,7 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
     measured = SimpleNamespace(
         profile=profile, findings=Findings(run="", findings=(), cards=(), recommendations=()), exit_code=0
     )
-    monkeypatch.setattr(pipeline, "_profile", lambda *_, **__: measured)
+    monkeypatch.setattr(applying, "profile_script", lambda *_, **__: measured)
     searched: list[object] = []
 
     def begin(*given: object, **_: object) -> object:
@@ -59,7 +60,7 @@ def test_a_recommendation_is_called_after_what_it_does_and_says_what_asks_for_it
     profile = StepProfile(
         script="train.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None
     )
-    found = pipeline._evaluate(profile, tmp_path)
+    found = shared.evaluate_run(profile, tmp_path)
     (recommended,), (card,) = found.recommendations, found.cards
     assert recommended.title == "channels_last (NHWC) memory layout"
     assert recommended.reason == "Convolutions run in NCHW layout. They take 60 %."
@@ -116,7 +117,7 @@ def _plan_in(run: Path, status: str, age: int, script: str = "train.py") -> None
 def test_modules_of_one_package_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = ("pkg.train", "pkg.eval", "lib/train.py", "torchrun", ".")
-    found = [pipeline.new_run_dir(name).name.rsplit("-", 3)[0] for name in names]
+    found = [runs.new_run_dir(name).name.rsplit("-", 3)[0] for name in names]
     assert found == ["pkg.train", "pkg.eval", "train", "torchrun", "script"]
 
 
@@ -144,5 +145,5 @@ def test_the_last_run_is_one_in_which_something_was_measured(tmp_path: Path, mon
         storage.save(file, profile)
         os.utime(file, (1000 - age, 1000 - age))
         if name == "empty":
-            assert pipeline.load_run("last").run_dir == file.parent  # there is none other
-    assert pipeline.load_run("last").run_dir.name == "measured"
+            assert runs.load_run("last").run_dir == file.parent  # there is none other
+    assert runs.load_run("last").run_dir.name == "measured"

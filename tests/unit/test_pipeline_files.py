@@ -9,6 +9,7 @@ import pytest
 from advisor import pipeline
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
+from advisor.pipeline import profiling
 from advisor.profiling import environment, launcher, relay
 from advisor.profiling.launcher import Exit, ScriptCommand
 from advisor.userfiles import restore
@@ -18,11 +19,11 @@ def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_pat
     launches, said = [], []
     monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
     monkeypatch.setattr(launcher, "launch", lambda command, session, **more: launches.append(session) or Exit(code=0))
-    monkeypatch.setattr(pipeline, "_shorter", lambda session, code: dataclasses.replace(session, steps=1))
+    monkeypatch.setattr(profiling, "shorter_session", lambda session, code: dataclasses.replace(session, steps=1))
     monkeypatch.setattr(restore, "restore", lambda run_dir: ("best.pt: Permission denied",))
 
     def profile() -> None:
-        pipeline._profile(
+        profiling.profile_script(
             ScriptCommand(argv=("python", "train.py"), name="train.py"),
             tmp_path,
             warmup=1,
@@ -49,7 +50,7 @@ def test_a_script_that_makes_a_good_end_of_an_interrupt_is_not_started_again(tmp
 
     monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
     monkeypatch.setattr(relay, "launch", launch)
-    monkeypatch.setattr(pipeline, "_shorter", lambda session, code: dataclasses.replace(session, steps=1))
+    monkeypatch.setattr(profiling, "shorter_session", lambda session, code: dataclasses.replace(session, steps=1))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(KeyboardInterrupt):

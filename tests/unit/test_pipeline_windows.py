@@ -10,7 +10,7 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
-from advisor.pipeline import _check_measured, _nothing_measured, _shorter
+from advisor.pipeline.profiling import check_measured, nothing_measured, shorter_session
 from advisor.profiling.driver import MIN_WARMUP
 from advisor.profiling.launcher import Exit
 from advisor.profiling.records import STEPS_FILE, StepsRecord
@@ -20,7 +20,7 @@ from advisor.profiling.waiting import Stage
 
 def ordered(folder: Path, **record: object) -> Session | None:
     storage.save(folder / STEPS_FILE, StepsRecord(**{"kind": "optimizer", **record}))  # type: ignore[arg-type]
-    return _shorter(Session(mode="profile", run_dir=str(folder), script="train.py"), 0)
+    return shorter_session(Session(mode="profile", run_dir=str(folder), script="train.py"), 0)
 
 
 @pytest.mark.parametrize("seen", range(4, 40))
@@ -54,11 +54,11 @@ def test_a_complete_run_is_not_repeated(tmp_path: Path) -> None:
 def test_a_run_that_was_ended_for_want_of_steps_says_why_first() -> None:
     off, stepless = Exit(code=143, fault="KeyError: 1"), Exit(code=143, gave_up="the script has not imported torch")
     with pytest.raises(AdvisorError, match="advisor switched itself off in the script: KeyError: 1") as caught:
-        _check_measured(off, thrown_away=True)
+        check_measured(off, thrown_away=True)
     assert caught.value.exit_code == 3
-    _check_measured(off, thrown_away=False)  # the user's own training has gone on to its end
+    check_measured(off, thrown_away=False)  # the user's own training has gone on to its end
     with pytest.raises(AdvisorError, match="the script has not imported torch") as caught:
-        _check_measured(stepless, thrown_away=True)
+        check_measured(stepless, thrown_away=True)
     assert caught.value.exit_code == 4
 
 
@@ -73,9 +73,9 @@ def test_why_nothing_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         (Exit(code=0, reached=Stage.PYTHON), "nothing was measured: the script has not imported torch"),
         (Exit(code=0, fault="KeyError: 1"), "advisor switched itself off in the script, which went on: KeyError: 1"),
     ):
-        assert _nothing_measured(empty, ended).startswith(told)
+        assert nothing_measured(empty, ended).startswith(told)
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     assert (
-        _nothing_measured(empty, Exit(code=0))
+        nothing_measured(empty, Exit(code=0))
         == "ADVISOR_DISABLE is set: the script ran by itself, and nothing was measured"
     )

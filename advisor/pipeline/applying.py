@@ -1,0 +1,391 @@
+"""`advisor apply` and `try`: search for what helps, prove a plan again, judge a patch."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Findings, Recommendation
+from advisor.core.plan import Plan
+from advisor.core.profile import StepProfile
+from advisor.core.transform_table import row
+from advisor.core.verdict import TrialLog
+from advisor.pipeline.profiling import ProfileResult, profile_script
+from advisor.pipeline.shared import Say, begin_run, check_rules, evaluate_run, shown_path, write_report
+from advisor.runs import FINDINGS_FILE, PROFILE_FILE, find_plan, load_run
+from advisor.trials.records import OUTPUT_FILE
+
+if TYPE_CHECKING:
+    from advisor.core.attempt import Attempt
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.relay import Relay
+    from advisor.profiling.session import Session
+    from advisor.trials.choosing import Ask
+    from advisor.trials.handover import Handover
+    from advisor.trials.search import Search
+
+
+USUAL_TIME_S = 600.0  # of a search
+
+
+# Its first profile takes at most a tenth of that behind the script's own start, or half a minute where that is more: `pace` is of what the
+# windows of slow steps take together, with the reading of the trace.
+PROFILE_SHARE, PROFILE_LEAST_S, USUAL_WINDOWS_S = 0.1, 30.0, 130.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApplyResult:
+    """`log` and `plan` are None for a dry run, and when there was nothing to try; `plan_file` is where people find the plan."""
+
+    run_dir: Path
+    exit_code: int
+    profile: StepProfile | None = None
+    findings: Findings | None = None
+    log: TrialLog | None = None
+    plan: Plan | None = None
+    plan_file: Path | None = None
+
+
+def apply(
+    words: Sequence[str] = (),
+    *,
+    module: bool = False,
+    auto: bool = False,
+    ask: Ask | None = None,
+    dry_run: bool = False,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    min_gain: float = 0.01,
+    max_time_s: float = USUAL_TIME_S,
+    max_pairs: int = 20,
+    out: Path | None = None,
+    rules_dirs: Sequence[Path] = (),
+    share: int = 1,
+    say: Say,
+) -> ApplyResult:
+    """Profile the script (or start from the last profiled run), try what is recommended, write trials.json and plan.yaml.
+
+    What was kept is profiled in its turn, and what the rules recommend then is tried in a round of its own: trials/rounds.py.
+
+    `share`: the process trains on what one of so many ranks would be given of each batch.
+
+    Exit code: 0 when something was kept or nothing was to be done, 4 when noise, time or the user's answers left that open, the
+    script's own when it failed before anything could be measured.
+
+    Raises:
+        AdvisorError: for a script that cannot be started, an unknown transform id, or no run to start from.
+        KeyboardInterrupt: when the user ends the script that is profiled.
+    """
+    from advisor.distributed import starting
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.relay import Relay
+    from advisor.reporting import wording
+
+    check_names(only, skip)
+    if not auto and ask is None and not dry_run:
+        raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
+    check_rules(rules_dirs)
+    source = None if words else load_run("last")
+    if source is not None:
+        words, module = (source.profile.script, *source.profile.argv), False
+    command = ScriptCommand.parse(words, module=module)
+    if share > 1:
+        command = starting.one_of(command, share)
+    run_dir = begin_run(command.name, out, say)
+    with contextlib.closing(Relay()) as relay:
+        work = _Applying(
+            command=command,
+            run_dir=run_dir,
+            relay=relay,
+            only=only,
+            skip=skip,
+            ask=None if auto else ask,
+            min_gain=min_gain,
+            max_time_s=max_time_s,
+            max_pairs=max_pairs,
+            rules_dirs=rules_dirs,
+            say=say,
+        )
+        if source is None:
+            result = work.profile(goes_on=auto and not dry_run)
+            if result.profile is None or result.findings is None or result.exit_code:
+                return work.not_measured(result)
+            measured, found = result.profile, result.findings
+        else:
+            measured = source.profile
+            found = evaluate_run(measured, run_dir, rules_dirs=rules_dirs)
+            say(f"starting from {shown_path(source.run_dir)}")
+            storage.save(run_dir / PROFILE_FILE, measured)
+            storage.save(run_dir / FINDINGS_FILE, found)
+        _check_kind(only, measured)
+        candidates = _chosen(found.recommendations, only, skip)
+        forward = measured.step_kind == "forward"
+        if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
+            say(why)
+            exit_code = int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
+            return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found)
+        if dry_run:
+            found = replace(found, recommendations=candidates)
+            return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+        if not candidates and not measured.complete:
+            say("too few steps were measured to say what would help; let the script train for longer")
+            return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+        return work.search(candidates, measured, found)
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Applying:
+    """One `apply`, from its profile to its plan; fields as the arguments of `apply`."""
+
+    command: ScriptCommand
+    run_dir: Path
+    relay: Relay
+    only: Sequence[str]
+    skip: Sequence[str]
+    ask: Ask | None
+    min_gain: float
+    max_time_s: float
+    max_pairs: int
+    rules_dirs: Sequence[Path]
+    say: Say
+    handover: Handover | None = None
+    _started: float = field(default_factory=time.monotonic)
+
+    def profile(self, *, goes_on: bool) -> ProfileResult:
+        """The first profile. `goes_on`: its process is the first of the search."""
+        from advisor.profiling import bytecode
+        from advisor.trials import budget
+        from advisor.trials.beforehand import compile_ahead
+        from advisor.trials.handover import Handover
+
+        self.handover = Handover(self._orders, self.run_dir) if goes_on else None
+        return profile_script(
+            self.command,
+            self.run_dir,
+            warmup=10,
+            steps=20,
+            detail_steps=3,
+            keep_running=False,
+            counters=True,
+            rules_dirs=self.rules_dirs,
+            say=self.say,
+            searched=True,
+            pace=min(1.0, max(PROFILE_LEAST_S, PROFILE_SHARE * self.max_time_s) / USUAL_WINDOWS_S),
+            first_step_s=self.max_time_s,
+            settle_s=budget.settle_s(self.max_time_s),
+            on_machine=compile_ahead,
+            handover=self.handover,
+            launch=functools.partial(self.relay, environment=bytecode.variables()),
+        )
+
+    def not_measured(self, result: ProfileResult) -> ApplyResult:
+        """The script has failed, or shown too little."""
+        from advisor.trials.script import last_line
+
+        if result.exit_code:
+            self.say("the script ended before it could be measured, so nothing is tried")
+            if last := last_line(self.run_dir / OUTPUT_FILE):
+                self.say(f"its last line, from {shown_path(self.run_dir / OUTPUT_FILE)}: {last}")
+        return ApplyResult(
+            run_dir=self.run_dir,
+            exit_code=result.exit_code or int(ExitCode.INCONCLUSIVE),
+            profile=result.profile,
+            findings=result.findings,
+        )
+
+    def search(self, candidates: Sequence[Recommendation], measured: StepProfile, found: Findings) -> ApplyResult:
+        """Try the candidates; in the process that was profiled that has begun, where it goes on."""
+        from advisor.trials import ledger
+
+        begun = self.handover.search if self.handover is not None else None
+        log, plan, exit_code = (begun or self._begin(measured)).finish(candidates)
+        ledger.append(ledger.entries(log, measured))
+        write_report(self.run_dir, measured, found, log)
+        file = plan_beside(plan, self.run_dir, self.say)
+        return ApplyResult(
+            run_dir=self.run_dir,
+            exit_code=exit_code,
+            profile=measured,
+            findings=found,
+            log=log,
+            plan=plan,
+            plan_file=file,
+        )
+
+    def _begin(self, measured: StepProfile) -> Search:
+        from advisor.trials.search import begin
+
+        now = time.monotonic()
+        profiled_s, before_s = now - self._started, measured.start_s or 0.0
+        if self.handover is not None and self.handover.first_step is not None:
+            before_s = self.handover.first_step - self._started  # the machine was measured too, once
+        return begin(
+            self.command,
+            measured,
+            ask=self.ask,
+            min_gain=self.min_gain,
+            # What the script itself takes to its first step is its own time, not the search's.
+            max_time_s=max(0.0, self.max_time_s - profiled_s + before_s),
+            profiled_s=profiled_s,
+            before_s=before_s,
+            max_pairs=self.max_pairs,
+            recommend=self._asked_anew,
+            run_dir=self.run_dir,
+            say=self.say,
+            launch=self.relay,
+        )
+
+    def _asked_anew(self, again: StepProfile, folder: Path) -> Sequence[Recommendation]:
+        """What the rules say to a later round's profile."""
+        found = evaluate_run(again, folder, rules_dirs=self.rules_dirs)
+        storage.save(folder / PROFILE_FILE, again)
+        storage.save(folder / FINDINGS_FILE, found)
+        return _chosen(found.recommendations, self.only, self.skip)
+
+    def _orders(self, measured: StepProfile, found: Findings) -> tuple[Search, Session] | None:
+        """The search, and the orders of its first process, for the one that was profiled; None where nothing is to be tried."""
+        from advisor.reporting import wording
+
+        if measured.model.flags.get("cupy_alone", False):
+            return None  # its changes are on from the start
+        _check_kind(self.only, measured)
+        candidates = _chosen(found.recommendations, self.only, self.skip)
+        if not candidates or measured.step_kind == "forward" or wording.refused(measured, "advisor"):
+            return None
+        search = self._begin(measured)
+        orders = search.first_orders(candidates)
+        return (search, orders) if orders is not None else None
+
+
+def plan_beside(plan: Plan, run_dir: Path, say: Say) -> Path:
+    """The proved plan in the working directory too; the file to name."""
+    from advisor.trials import plans
+
+    file, told = plans.beside(plan, run_dir, Path.cwd())
+    if told:
+        say(told)
+    return file
+
+
+def prove(
+    words: Sequence[str] = (),
+    *,
+    plan: Path,
+    module: bool = False,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    max_time_s: float = USUAL_TIME_S,
+    out: Path | None = None,
+    say: Say,
+) -> ApplyResult:
+    """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write
+    trials.json and plan.yaml: trials/prove.py.
+
+    Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
+    that was left open; the script's own where it fails before it is measured.
+
+    Raises:
+        AdvisorError: for a plan that cannot be read or has nothing to prove, a script that cannot be started, an unknown transform id.
+        KeyboardInterrupt: before anything was started.
+    """
+    from advisor.profiling import environment
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile
+    from advisor.trials.prove import TO_PROVE, prove_plan, wanted
+
+    check_names(only, skip)
+    command = ScriptCommand.parse(words, module=module) if words else None
+    named = command.name if command is not None else ""
+    found = find_plan(plan, lambda known: any(item.status in TO_PROVE for item in known.items), named)[1]
+    loaded = wanted(found, only=only, skip=skip)
+    if command is None:
+        command = ScriptCommand.parse((loaded.script, *loaded.argv))
+    if other := planfile.another_script(loaded, command.name):
+        say(f"plan: {other}")
+    run_dir = begin_run(command.name, out, say)
+    log, proved, exit_code = prove_plan(
+        command,
+        loaded,
+        environment=planfile.environment_text(environment.probe()),
+        max_time_s=max_time_s,
+        run_dir=run_dir,
+        say=say,
+    )
+    file = plan_beside(proved, run_dir, say)
+    return ApplyResult(run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=file)
+
+
+def try_patch(
+    words: Sequence[str],
+    patch: Path,
+    *,
+    module: bool = False,
+    min_gain: float = 0.01,
+    max_time_s: float = USUAL_TIME_S,
+    out: Path | None = None,
+    say: Say,
+) -> Attempt:
+    """Judge a source patch on the script, on a copy of its project: trials/patched.py.
+
+    Raises:
+        AdvisorError: for a script that cannot be started or measured, or a patch that cannot be applied.
+    """
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials.patched import try_patch
+
+    check_names((), ())
+    command = ScriptCommand.parse(words, module=module)
+    run_dir = begin_run(command.name, out, say)
+    return try_patch(
+        command, words, patch, module=module, min_gain=min_gain, max_time_s=max_time_s, run_dir=run_dir, say=say
+    )
+
+
+def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
+    """Said before any work: changes that do not exist, and that none may be made.
+
+    Raises:
+        AdvisorError: for either.
+    """
+    from advisor.profiling.session import DISABLE_VARIABLE, disabled
+
+    for name in (*only, *skip):
+        row(name)
+    if disabled():
+        raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
+
+
+def _check_kind(only: Sequence[str], measured: StepProfile) -> None:
+    """Said before a search: what was asked for by name is for another kind of loop.
+
+    Raises:
+        AdvisorError: for such a change.
+    """
+    alone = measured.model.flags.get("cupy_alone", False)
+    for name in only:
+        if row(name).cupy != alone:
+            raise AdvisorError(
+                f"{name} is for loops of {'PyTorch' if alone else 'CuPy alone'}, and this loop is {'CuPy' if alone else 'PyTorch'}'s",
+                fix="Leave it out.",
+            )
+
+
+def _chosen(
+    recommendations: Sequence[Recommendation], only: Sequence[str], skip: Sequence[str]
+) -> tuple[Recommendation, ...]:
+    """What to try. A transform named in `only` is tried even when no rule asked for it: the user did."""
+    chosen = [r for r in recommendations if r.transform not in skip and (not only or r.transform in only)]
+    known = {r.transform for r in chosen}
+    chosen += [
+        Recommendation(transform=name, title=row(name).title, reason="named with --only")
+        for name in only
+        if name not in known and name not in skip
+    ]
+    return tuple(chosen)

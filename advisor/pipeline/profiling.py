@@ -1,0 +1,377 @@
+"""`advisor profile` and `recommend`: measure a script's steps, or read what was measured, and ask the rules."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from advisor.core import storage
+from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Findings
+from advisor.core.profile import StepProfile
+from advisor.pipeline.shared import (
+    Say,
+    check_rules,
+    evaluate_run,
+    progress_teller,
+    recover_pending,
+    restore_files,
+    shown_path,
+    write_report,
+)
+from advisor.runs import FINDINGS_FILE, PROFILE_FILE, is_empty, load_profile, new_run_dir
+from advisor.trials.records import OUTPUT_FILE
+
+if TYPE_CHECKING:
+    from advisor.core.environment import Environment
+    from advisor.profiling.launcher import Exit
+    from advisor.profiling.session import Session
+    from advisor.trials.handover import Handover
+    from advisor.trials.script import Launch
+
+
+# The shortest warm-up in which a script can be understood: discovery looks at three steps, and its findings are then read.
+LEAST_WARMUP = 4
+
+
+BRIEF_WARMUP = 1  # of scripts that make fewer steps than a warm-up and a trace need
+
+
+FORWARD_LOST = 1  # the first round of model calls only shows what a round is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileResult:
+    """`profile` and `findings` are None when the script gave nothing to measure."""
+
+    run_dir: Path
+    exit_code: int
+    profile: StepProfile | None = None
+    findings: Findings | None = None
+
+
+def profile(
+    words: Sequence[str],
+    *,
+    module: bool = False,
+    out: Path | None = None,
+    warmup: int = 10,
+    steps: int = 20,
+    detail_steps: int = 3,
+    keep_running: bool = False,
+    counters: bool = True,
+    precision: bool = False,
+    rules_dirs: Sequence[Path] = (),
+    say: Say,
+) -> ProfileResult:
+    """Run the script, measure it, and write profile.json, findings.json and report.html. Exit code: the script's own.
+
+    Its files are as they were afterwards, and one line says which were put back; not with `keep_running`, where the run is the user's.
+
+    Raises:
+        AdvisorError: for a script that cannot be started or a folder that cannot be written.
+    """
+    from advisor.profiling.launcher import ScriptCommand
+
+    command = ScriptCommand.parse(words, module=module)
+    check_rules(rules_dirs)
+    run_dir = new_run_dir(command.name, out)
+    recover_pending(say)
+    return profile_script(
+        command,
+        run_dir,
+        warmup=warmup,
+        steps=steps,
+        detail_steps=detail_steps,
+        keep_running=keep_running,
+        counters=counters,
+        precision=precision,
+        rules_dirs=rules_dirs,
+        say=say,
+    )
+
+
+def profile_script(
+    command: Any,
+    run_dir: Path,
+    *,
+    warmup: int,
+    steps: int,
+    detail_steps: int,
+    keep_running: bool,
+    counters: bool,
+    rules_dirs: Sequence[Path],
+    say: Say,
+    precision: bool = False,
+    searched: bool = False,
+    pace: float = 1.0,
+    first_step_s: float = 0.0,
+    settle_s: float = 0.0,
+    on_machine: Callable[[Environment], object] = lambda machine: None,
+    handover: Handover | None = None,
+    launch: Launch | None = None,
+) -> ProfileResult:
+    """Measure the script, for its own sake or (`searched`) as a search begins.
+
+    Args:
+        first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
+        settle_s: of a process that goes on, where its loader has workers: no step is timed before so many seconds behind the first.
+        on_machine: called as soon as it is known what machine this is, before the script starts.
+        handover: the process goes on as a search, where there is something to try; its end is told there, and ours is the profile.
+        launch: as `launcher.launch`, which is what starts the script by default.
+
+    Raises:
+        AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
+    """
+    from advisor.profiling import counters as hardware
+    from advisor.profiling import environment, launcher
+    from advisor.profiling.records import MEASURED, SAMPLES_FILE
+    from advisor.profiling.sampler import Sampler
+    from advisor.profiling.session import Session, disabled
+    from advisor.profiling.waiting import STEP, patience_s
+    from advisor.trials import fresh
+    from advisor.userfiles import owners, restore
+
+    launch = launch or launcher.launch
+    say("measuring this machine (once)")
+    machine = environment.probe()
+    on_machine(machine)
+    refused = ""
+    if counters and machine.device == "cuda":
+        counters, refused = hardware.preflight()
+    protects = not keep_running and not disabled()
+    session = Session(
+        mode="profile",
+        run_dir=str(run_dir),
+        script=command.words[0],
+        argv=command.words[1:],
+        warmup=warmup,
+        steps=steps,
+        detail_steps=detail_steps,
+        pace=pace,
+        keep_running=keep_running,
+        first_step_s=first_step_s,
+        hands_over=handover is not None,
+        seed=fresh.SEED if handover is not None else None,
+        settle_s=settle_s,
+        counters=counters and machine.device == "cuda",
+        precision=precision,
+        protect_files=protects,
+    )
+    say(f"running {command.name}; results go to {shown_path(run_dir)}")
+    sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
+    sampler.start()
+    began, first_s = time.monotonic(), 0.0
+    handed: ProfileResult | None = None
+    told = (f"no hardware counters: {refused}",) if refused else ()
+    tell = progress_teller(say)
+
+    def on_progress(event: dict[str, Any]) -> None:
+        nonlocal first_s, handed
+        if handover is not None and handover.search is not None:
+            handover.search.script.told(event)
+            return
+        tell(event)
+        if event.get("event") == STEP:
+            first_s = time.monotonic() - began
+            if handover is not None:
+                handover.first_step = time.monotonic()
+        if event.get("event") == MEASURED and handover is not None:
+            sampler.stop()
+            handed = _read(run_dir, machine, rules_dirs, say, start_s=first_s, notes=told)
+            handover.give(handed.profile, handed.findings)
+
+    try:
+        # What a search's run prints is in its folder, so that it does not run into what we say.
+        output = run_dir / OUTPUT_FILE if searched else None
+        if protects:
+            owners.hold(run_dir)
+        limit = handover.timeout_s if handover is not None else None
+        ended = launch(command, session, on_progress=on_progress, output=output, timeout_s=limit)
+        over = handed is not None or ended.interrupted or ended.fault or ended.gave_up
+        shorter = None if over else shorter_session(session, ended.code)
+        if shorter is not None and not restore_files(run_dir, say):
+            shorter = None
+        if shorter is not None:
+            owners.hold(run_dir)
+            say("the script ended before everything was measured; measuring again, with fewer steps")
+            shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s), hands_over=False)
+            launch(command, shorter, on_progress=tell, output=run_dir / OUTPUT_FILE)
+    finally:
+        restored = restore_files(run_dir, say)
+        sampler.stop()
+        if line := restore.told(run_dir):
+            say(line)
+    if handover is not None and handover.search is not None and handed is not None:
+        handover.search.script.displaced = not restored
+        handover.ended(ended)
+        return handed
+    if protects and not restored:
+        raise AdvisorError(
+            f"files that were set aside in {shown_path(run_dir)} could not be put back",
+            fix=f"Make room for them, and run `advisor doctor --recover {shown_path(run_dir)}`.",
+        )
+    if searched and ended.interrupted:
+        raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
+    check_measured(ended, thrown_away=not keep_running)
+    notes = []
+    if ended.hung:
+        notes.append("the script's process hung as it exited, after it was measured, so advisor ended it")
+    if shorter is not None:
+        notes.append("the script ends early, so this was measured in a second run, with fewer steps")
+    return _read(run_dir, machine, rules_dirs, say, start_s=ended.first_step_s, ended=ended, notes=(*notes, *told))
+
+
+def _read(
+    run_dir: Path,
+    machine: Environment,
+    rules_dirs: Sequence[Path],
+    say: Say,
+    *,
+    start_s: float | None,
+    ended: Exit | None = None,
+    notes: Sequence[str] = (),
+) -> ProfileResult:
+    """What a run has left, with what the rules say to it, in the run folder.
+
+    Args:
+        start_s: from its start to its first step.
+        ended: how; None where it goes on.
+        notes: what people are to know beside what was measured.
+    """
+    from advisor.profiling.assemble import assemble
+
+    say("reading the trace")
+    code = ended.code if ended is not None else 0
+    measured = replace(assemble(run_dir, machine, exit_code=code), start_s=start_s)
+    if ended is not None and ended.code and not ended.stopped_by_advisor:
+        measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
+    measured = replace(measured, notes=(*measured.notes, *notes))
+    storage.save(run_dir / PROFILE_FILE, measured)
+    if is_empty(measured):
+        if ended is not None:
+            say(nothing_measured(measured, ended))
+        return ProfileResult(run_dir=run_dir, exit_code=code, profile=None)
+    found = evaluate_run(measured, run_dir, rules_dirs=rules_dirs)
+    storage.save(run_dir / FINDINGS_FILE, found)
+    if ended is not None:
+        write_report(run_dir, measured, found, None)
+    return ProfileResult(run_dir=run_dir, exit_code=code, profile=measured, findings=found)
+
+
+def profile_trace(file: Path, *, out: Path | None = None, rules_dirs: Sequence[Path] = (), say: Say) -> ProfileResult:
+    """Read a trace of torch.profiler that was made elsewhere, and write profile.json, findings.json and report.html.
+
+    Raises:
+        AdvisorError: when it cannot be read or holds nothing, or a folder cannot be written.
+    """
+    from advisor.profiling import kineto
+    from advisor.profiling.assemble import assemble
+
+    check_rules(rules_dirs)
+    run_dir = new_run_dir(file.name, out)
+    say(f"reading {file}; results go to {shown_path(run_dir)}")
+    machine = kineto.imported(file, run_dir)
+    notes = f"read from {file.name}: its step times hold the profiler's own cost"
+    measured = replace(assemble(run_dir, machine, exit_code=0), origin=file.name)
+    measured = replace(measured, notes=(notes, *measured.notes))
+    storage.save(run_dir / PROFILE_FILE, measured)
+    found = evaluate_run(measured, run_dir, rules_dirs=rules_dirs)
+    storage.save(run_dir / FINDINGS_FILE, found)
+    write_report(run_dir, measured, found, None)
+    return ProfileResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
+
+
+def shorter_session(session: Session, code: int) -> Session | None:
+    """Orders for a second start whose windows fit into the steps that the first one made; None where there is no need or
+    no hope.
+    """
+    from advisor.profiling.records import OWN_WORK, STEPS_FILE, StepsRecord
+
+    if code or session.keep_running or session.detail_steps < 1:
+        return None
+    try:
+        first = storage.load(session.folder / STEPS_FILE, StepsRecord)
+    except AdvisorError:
+        return None
+    infers = first.kind == "none" and first.forward_steps > 0
+    if first.complete or first.traced is not None or (first.kind == "none" and not infers):
+        return None
+    seen = first.forward_steps - FORWARD_LOST if infers else first.steps_seen
+    # Not every step can be timed: epochs begin, an evaluation comes between. Reading the model's facts at the start of the
+    # timed window and starting the profiler cost two more, and those are advisor's own doing.
+    passed_over = sum(count for reason, count in first.excluded.items() if reason != OWN_WORK)
+    detail = max(1, min(session.detail_steps, seen // 8))
+    warmup = max(LEAST_WARMUP, min(session.warmup, seen // 4))
+    steps = min(session.steps, seen - warmup - detail - 2 - passed_over)
+    again = replace(session, infers=infers, brief=True)
+    if steps >= 1:
+        return replace(again, warmup=warmup, steps=steps, detail_steps=detail)
+    # Too few for a warm-up: the last is traced, the one before is disturbed by the profiler's start, the others are timed.
+    steps = seen - BRIEF_WARMUP - 2
+    return replace(again, warmup=BRIEF_WARMUP, steps=steps, detail_steps=1) if steps >= 1 else None
+
+
+def _ended(code: int, number: int) -> str:
+    """How a script ended that was not stopped; empty when all went well."""
+    if number:
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        return f"the script was ended by {name}" + (
+            "; the machine may have run out of memory" if name == "SIGKILL" else ""
+        )
+    return f"the script ended with exit code {code}" if code else ""
+
+
+def check_measured(ended: Exit, *, thrown_away: bool) -> None:
+    """A script of which nothing was measured for a reason that is not its own.
+
+    Raises:
+        AdvisorError: with that reason; exit code 3 where advisor has switched itself off, 4 where no step was to come.
+    """
+    if ended.fault and thrown_away:
+        raise AdvisorError(
+            f"advisor switched itself off in the script: {ended.fault}",
+            fix="`advisor doctor` shows what is installed here.",
+            exit_code=ExitCode.OWN_FAULT,
+        )
+    if ended.gave_up:
+        raise AdvisorError(ended.gave_up, exit_code=ExitCode.INCONCLUSIVE)
+
+
+def nothing_measured(measured: StepProfile, ended: Exit) -> str:
+    from advisor.profiling.session import DISABLE_VARIABLE, disabled
+    from advisor.profiling.waiting import Stage, missing
+
+    if disabled():
+        return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"
+    if ended.fault:
+        return f"advisor switched itself off in the script, which went on: {ended.fault}"
+    if failed := _ended(ended.code, ended.signal):
+        return f"{failed}, before enough training steps were seen"
+    if ended.reached < Stage.TORCH:
+        return f"nothing was measured: {missing(ended.reached)}"
+    if measured.steps_seen:
+        return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"
+    return "no training step was seen; if the script trains without an optimizer, call advisor.step() after each step"
+
+
+def recommend(
+    run: str | Path,
+    *,
+    rules_dirs: Sequence[Path] = (),
+    select: Sequence[str] = (),
+    ignore: Sequence[str] = (),
+    overrides: Mapping[str, str] | None = None,
+) -> tuple[StepProfile, Findings]:
+    """Rules over a saved run. Needs no GPU and changes no file.
+
+    Raises:
+        AdvisorError: when the run or a rule cannot be read, or a selection names nothing.
+    """
+    folder, measured = load_profile(run)
+    found = evaluate_run(measured, folder, rules_dirs=rules_dirs, select=select, ignore=ignore, overrides=overrides)
+    return measured, found

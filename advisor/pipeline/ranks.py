@@ -1,0 +1,102 @@
+"""`advisor apply --gpus`: a script for one GPU on several, proved and searched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from advisor.core import storage
+from advisor.pipeline.applying import USUAL_TIME_S, ApplyResult, apply, check_names, plan_beside
+from advisor.pipeline.scaling import foretold_scaling
+from advisor.pipeline.shared import Say, begin_run
+from advisor.runs import find_plan
+
+
+def apply_on_ranks(
+    words: Sequence[str],
+    gpus: int,
+    *,
+    plan: Path | None = None,
+    module: bool = False,
+    allow: bool = False,
+    out: Path | None = None,
+    max_time_s: float = USUAL_TIME_S,
+    only: Sequence[str] = (),
+    skip: Sequence[str] = (),
+    say: Say,
+    **search: Any,
+) -> ApplyResult:
+    """Prove that `gpus` ranks train as one process does; search in one process what one of them does faster, or take `plan`; and prove
+    that in all of them.
+
+    Raises:
+        AdvisorError: as `apply`, `prove` and `run` do.
+    """
+    from advisor.distributed import starting
+    from advisor.profiling import environment
+    from advisor.profiling.launcher import ScriptCommand
+    from advisor.trials import planfile, ranks
+    from advisor.trials.prove import TO_PROVE, prove_plan, wanted
+
+    command = ScriptCommand.parse(words, module=module)
+    norms, machine = ranks.norms(allow), environment.probe()
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=allow)
+    check_names(only, skip)
+    run_dir = begin_run(command.name, out, say)
+    proof = ranks.prove_alone(command, gpus, run_dir, norms=norms, say=say)
+    say(ranks.told(proof))
+    searched: ApplyResult | None = None
+    if plan is None:
+        say(f"the search runs in one process, on what one of {gpus} ranks is given")
+        searched = apply(
+            words,
+            module=module,
+            out=run_dir / "one-rank",
+            max_time_s=max_time_s,
+            only=only,
+            skip=skip,
+            share=gpus,
+            say=say,
+            **search,
+        )
+        found = searched.plan
+    else:
+        found = find_plan(plan, lambda known: True, command.name)[1]
+    here = planfile.environment_text(machine)
+    bare = ranks.bare_plan(command, proof, run_dir, norms, environment=here)
+    items = [item for item in found.items if item.status in TO_PROVE] if found is not None else []
+    early = ""
+    together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
+    if plan is None:
+        passes = searched.profile.model.backwards if searched is not None and searched.profile is not None else 1
+        tried, early = ranks.search(
+            together,
+            items,
+            run_dir,
+            passes=passes,
+            only=only,
+            skip=skip,
+            min_gain=search.get("min_gain", 0.01),
+            say=say,
+        )
+        items += tried
+    if not items:
+        planfile.write(run_dir / "plan.yaml", bare)
+        return ApplyResult(
+            run_dir=run_dir, exit_code=0, profile=searched.profile if searched else None,
+            findings=searched.findings if searched else None, log=ranks.bare_log(command, proof, run_dir, early), plan=bare,
+            plan_file=run_dir / "plan.yaml",
+        )  # fmt: skip
+    loaded = wanted(replace(bare, items=tuple(items)), only=only, skip=skip)
+    log, proved, exit_code = prove_plan(
+        together, loaded, environment=here, max_time_s=max_time_s, run_dir=run_dir, say=say
+    )
+    foretold = foretold_scaling(searched.profile if searched else None, log, gpus, synchronised=not norms)
+    log = replace(log, notes=(ranks.told(proof), *foretold, *filter(None, (early,)), *log.notes))
+    storage.save(run_dir / "trials.json", log)
+    starting.clear(run_dir, gpus)
+    return ApplyResult(
+        run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=plan_beside(proved, run_dir, say)
+    )

@@ -1,0 +1,79 @@
+"""`advisor scale`: a step on several GPUs, foretold from a run on one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from advisor.core.errors import AdvisorError
+from advisor.core.profile import StepProfile
+from advisor.core.units import percent_text, rate_text, time_text
+from advisor.core.verdict import TrialLog
+from advisor.runs import load_profile
+
+if TYPE_CHECKING:
+    from advisor.analysis.scaling import Foretold, Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleResult:
+    """`links`: what was assumed of them, a line each."""
+
+    rows: Sequence[Foretold]
+    one_us: float
+    links: tuple[str, ...]
+
+
+def scale(
+    run: str | Path, gpus: Sequence[int], *, link: str, between: str, host: int = 8, local_norms: bool = False
+) -> ScaleResult:
+    """A step of several GPUs, foretold from a run's profile.
+
+    Raises:
+        AdvisorError: when the run cannot be read or does not serve, or a link cannot be measured or has no such name.
+    """
+    from advisor.analysis import scaling
+
+    _, measured = load_profile(run)
+    inside, outside = _link(link), scaling.link(between)
+    rows = scaling.foretell(measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms)
+    told = tuple(
+        f"{where}: {time_text(one.latency_us)} and {rate_text(one.gbps)} ({one.basis})"
+        for where, one in (("inside a host", inside), ("between hosts", outside))
+        if where == "inside a host" or max(gpus) > host
+    )
+    return ScaleResult(rows=rows, one_us=measured.typical_us, links=told)
+
+
+def _link(name: str, ranks: int = 2) -> Link:
+    import tempfile
+
+    from advisor.analysis import scaling
+    from advisor.distributed import links
+
+    if name != "measured":
+        return scaling.link(name)
+    with tempfile.TemporaryDirectory() as folder:
+        return scaling.link(name, links.measure(ranks, Path(folder) / "link.json"))
+
+
+def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, synchronised: bool) -> tuple[str, ...]:
+    """What the profile of one rank's share had foretold of the plain step of all, beside what was measured; nothing without either."""
+    from advisor.analysis import scaling
+
+    if profile is None or log.stack is None or not log.stack.plain_us:
+        return ()
+    try:
+        link = _link("measured", gpus)
+        (row,) = scaling.foretell(profile, (gpus,), inside=link, between=link, host=gpus, synchronised=synchronised)
+    except AdvisorError as error:
+        return (f"nothing was foretold of {gpus} ranks: {error}",)
+    took = sum(log.stack.plain_us) / len(log.stack.plain_us)
+    low, high = map(time_text, row.step_us)
+    return (
+        f"foretold from one rank's profile: {low} to {high} a step of {gpus} ranks, {time_text(row.exposed_us)} of it exposed "
+        f"communication (link {time_text(link.latency_us)}, {rate_text(link.gbps)}); measured {time_text(took)}: "
+        f"{percent_text(abs(row.middle_us / took - 1))} off",
+    )
