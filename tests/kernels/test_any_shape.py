@@ -271,11 +271,50 @@ def casts() -> st.SearchStrategy[Case]:
     return st.builds(lambda s, d: cases_of("casts")._case("any", s, d), sizes, HALF)
 
 
+def padding() -> st.SearchStrategy[Case]:
+    modes = one_of("reflect", "replicate", "circular")
+    return st.builds(
+        lambda s, d, mode, sides: cases_of("padding")._case(s, d, mode, sides),
+        shapes(multiples(8, 40), least=2),
+        DTYPES,
+        modes,
+        one_of((1, 1, 1, 1), (0, 1, 1, 0)),
+    )
+
+
+def few_channels() -> st.SearchStrategy[Case]:
+    variants = one_of(((2, 2), (1, 1), (0, 0)), ((3, 3), (1, 1), (1, 1)), ((3, 3), (2, 2), (1, 1)))
+    drawn = shapes(one_of(1, 2, 4, 5, 6, 7), least=3, most=MOST // 8)
+    return st.builds(lambda s, d, v: cases_of("few_channels")._case(s, d, 8, *v), drawn, HALF, variants)
+
+
+def bias_add() -> st.SearchStrategy[Case]:
+    return st.builds(
+        lambda s, d, residual: cases_of("bias_add")._case(s, d, residual=residual),
+        shapes(multiples(8, 80)),
+        DTYPES,
+        st.booleans(),
+    )
+
+
+def volume_pooling() -> st.SearchStrategy[Case]:
+    cases = cases_of("volume_pooling")
+    variants = one_of(("max_pool3d", cases._STEM), ("max_pool3d", cases._HALVING), ("avg_pool3d", cases._HALVING))
+    size = st.integers(2, 5)
+    drawn = st.tuples(st.integers(1, 2), multiples(8, 24), size, size, size)
+    return st.builds(lambda s, d, v: cases._case(v[0], s, v[1], d), drawn, DTYPES, variants)
+
+
+def prelu() -> st.SearchStrategy[Case]:
+    return st.builds(lambda s, d: cases_of("prelu")._case(s, d), shapes(multiples(8, 80)), DTYPES)
+
+
 DRAWN = {
     drawn.__name__.replace("images", "input"): drawn
     for drawn in (
         batchnorm_max_pool, batchnorm_concat, batchnorm_act, squeeze_excite, pooling, upsample, layer_norm, group_norm,
         large_depthwise, depthwise, grouped, fft_conv, bias_act, exact_conv, first_conv, conv3x3, pointwise, strided_pointwise, images, casts,
+        padding, few_channels, bias_add, volume_pooling, prelu,
     )
 }  # fmt: skip
 
