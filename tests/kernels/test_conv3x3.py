@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.conv3x3 import api, cases, reference, spec, weight
+from advisor.ops.exact_conv import spec as exact
 from advisor.ops.grouped import wide
 
 FAMILY = catalog.get("conv3x3")
@@ -329,7 +330,7 @@ def test_the_operation_of_the_library(emulated) -> None:
 
 def test_only_sources_with_hoppers_products_are_compiled_for_hopper_alone() -> None:
     alone = {name for name in sources.all_names() if sources.target(name)}
-    assert alone == {*spec.KERNELS, wide.CONVOLUTION}
+    assert alone == {*spec.KERNELS, wide.CONVOLUTION, exact.HOPPER, exact.HOPPER_WEIGHT}
     assert sources.target(spec.CONV) == ("-arch=sm_90a",)
 
 

@@ -13,15 +13,10 @@ from torch.nn import functional as F
 
 from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.few_channels import cuda, reference, spec
+from advisor.ops.first_conv.api import computed_in
 
 engaged, fell_back = dispatch.counters("few_channels")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-def _compute(x: torch.Tensor) -> torch.dtype:
-    """What autocast computes in, where it is on, else x's own dtype."""
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def _refusal(x: torch.Tensor, compute: torch.dtype) -> str:
@@ -59,7 +54,7 @@ def few_channels_conv(
     Returns:
         [N, O, ...] in autocast's dtype, or x's.
     """
-    compute = _compute(x)
+    compute = computed_in(x)
     reason = _refusal(x, compute)
     if reason:
         fell_back[reason] += 1

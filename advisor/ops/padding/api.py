@@ -51,7 +51,9 @@ class _Pad(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         if differentiable.wanted(dy):
-            like = dy.new_zeros(()).expand(ctx.shape)  # only its shape is read
+            like = torch.zeros((), dtype=dy.dtype, device=dy.device).expand(
+                ctx.shape
+            )  # only its shape is read; dy may be a batch
             return differentiable.gradient(lambda x: reference.pad(x, ctx.amounts, ctx.mode), dy, like), None, None
         return cuda.backward(alignment.nhwc(dy), ctx.shape, ctx.amounts, ctx.mode), None, None
 

@@ -76,7 +76,8 @@ def _to_chosen(dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...], wi
         begin = torch.arange(index.shape[2 + axis], device=at.device) * window.stride[axis] - window.padding[axis]
         flat = flat * shape[2 + axis] + begin.view(ones) + tap
     plain = torch.zeros((*shape[:2], shape[2] * shape[3] * shape[4]), dtype=dy.dtype, device=dy.device)
-    return plain.scatter_add(2, flat.flatten(2), dy.flatten(2)).view(shape)
+    chosen = flat.flatten(2)
+    return plain.scatter_add(2, chosen, dy.reshape(chosen.shape)).view(shape)
 
 
 class _AvgPool3d(Function):
@@ -91,7 +92,9 @@ class _AvgPool3d(Function):
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         (dy,) = gradients
         if differentiable.wanted(dy):
-            like = dy.new_zeros(()).expand(ctx.shape)  # only its shape is read
+            like = torch.zeros((), dtype=dy.dtype, device=dy.device).expand(
+                ctx.shape
+            )  # only its shape is read; dy may be a batch
             kernel, stride, _ = ctx.window
             return differentiable.gradient(lambda x: reference.avg_pool3d(x, kernel, stride), dy, like), None
         return cuda.avg_pool3d_backward(alignment.dense(dy, torch.channels_last_3d), ctx.shape, ctx.window), None
