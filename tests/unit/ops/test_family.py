@@ -38,7 +38,7 @@ def test_its_cases_are_told_apart_and_complete(family: Family) -> None:
     assert sources <= {name for each in catalog.FAMILIES for name in each.kernels}
     for case in (*family.benchmark, *family.verification):
         assert list(case.passes) in (["forward"], ["forward", "backward"])
-        assert all(work.nbytes > 0 and work.unit in ("matrix", "vector") for work in case.passes.values())
+        assert all(work.nbytes > 0 and work.unit in ("matrix", "vector", "float16") for work in case.passes.values())
 
 
 def test_every_source_is_run_by_some_familys_cases() -> None:
