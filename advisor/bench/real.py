@@ -287,6 +287,7 @@ class Training:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that it ends with all that it has started
+            preexec_fn=_interruptible,
         )
         writer = threading.Thread(target=_copy, args=(process, folder / LOG_FILE), daemon=True)
         writer.start()
@@ -302,6 +303,11 @@ class Training:
                 process.wait(0.5)
         _signal(process, signal.SIGKILL)  # what it has left behind
         writer.join(5.0)
+
+
+def _interruptible() -> None:
+    """What is begun in the background of a shell ignores Ctrl-C, and so would all that it starts."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
