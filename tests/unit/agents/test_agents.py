@@ -94,7 +94,7 @@ def commands() -> list[str]:
 def test_every_command_of_the_skill_and_the_action_parses(line):
     words = [word.replace("$FAIL_ON", "high") for word in shlex.split(line)[1:]]
     assert words[0] in COMMANDS
-    command, context = cli, click.Context(cli)
+    command, context = cli, click.Context(cli, **cli.context_settings)
     while isinstance(command, click.Group):
         name, command, words = command.resolve_command(context, words)
         context = click.Context(command, info_name=name, parent=context, **command.context_settings)
