@@ -69,7 +69,8 @@ def attempts(
 ) -> Iterator[tuple[Recommendation, ...]]:
     """What is tried as one, in order, until one of these is kept: everything, then everything without one class or more.
 
-    `gross`: the whole was tried, and its numbers are far off. Without layout there are no kernels either that need it, unless the model is in NHWC by itself (`nhwc`).
+    `gross`: the whole was tried, and its numbers are far off. Without layout there are no kernels either that need it, unless the
+    model is in NHWC by itself (`nhwc`).
     """
     whole = members(candidates, graphs_fit=graphs_fit, nhwc=nhwc)
     if len(whole) > 1:

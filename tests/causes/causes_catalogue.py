@@ -73,6 +73,17 @@ TUNED: Mapping[str, str] = {
 }
 
 
+def bf16_is_slow() -> bool:
+    """Whether this processor multiplies in bf16 slower than in fp32: there are those with units for it, and those without."""
+    import torch
+
+    def fastest_s(dtype: torch.dtype) -> float:
+        a = torch.ones(384, 384, dtype=dtype)
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=7))
+
+    return fastest_s(torch.bfloat16) > 1.1 * fastest_s(torch.float32)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
     """A cause: `expect` are the rules of which one must lead the first or second card; none: a sound training."""
@@ -87,17 +98,6 @@ class Fault:
     priced: bool = False  # the cure is the user's alone, so that its cost must lie in the card's interval
     needs: Callable[[], bool] = lambda: True  # whether it is a fault on this machine
     after: Mapping[str, str] = field(default_factory=dict)  # text behind a slot's own, such as a line behind the update
-
-
-def bf16_is_slow() -> bool:
-    """Whether this processor multiplies in bf16 slower than in fp32: there are those with units for it, and those without."""
-    import torch
-
-    def fastest_s(dtype: torch.dtype) -> float:
-        a = torch.ones(384, 384, dtype=dtype)
-        return min(timeit.repeat(lambda: a @ a, number=1, repeat=7))
-
-    return fastest_s(torch.bfloat16) > 1.1 * fastest_s(torch.float32)
 
 
 def scripts(machine: str) -> list[tuple[str, Fault, str]]:
@@ -334,7 +334,7 @@ FAULTS: tuple[Fault, ...] = (
         styles=("flat", "functions"),
         machines=("cpu",),
         cured={},
-        needs=lambda: bf16_is_slow(),  # below, so not yet named
+        needs=bf16_is_slow,
     ),
     Fault(
         id="one-thread",

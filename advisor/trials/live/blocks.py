@@ -57,9 +57,8 @@ class TimedBlocks:
         whole = min(MAX_STEPS, math.ceil(BLOCK_S / step_s)) >> (current.starts - 1)
         most = max(1, int(PARTS_S / (2 * STAGES[-1] * (_steps(whole, 2) + 1) * step_s)))
         if not times.steps:
-            times.parts = (
-                1 if hasty else min(most, loop.parts)
-            )  # the last trial's noise is the best guess at this one's
+            # The last trial's noise is the best guess at this one's.
+            times.parts = 1 if hasty else min(most, loop.parts)
             times.steps = 1 if hasty and step_s > SLOW_S else _steps(whole, times.parts)
         loop.machine.renew()
         try:
