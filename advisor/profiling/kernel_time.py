@@ -17,6 +17,7 @@ from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.profiling import collector
+from advisor.profiling.intervals import total, union
 
 SYNCHRONISE = "cudaDeviceSynchronize"
 
@@ -103,13 +104,5 @@ def _spans(events: Iterable[Any], index: int) -> tuple[list[tuple[int, int]], in
 
 
 def covered_us(spans: Sequence[tuple[int, int]], first: int, last: int) -> float:
-    """How much of the stretch from `first` to `last` these spans cover, µs; spans in order of their start, all in ns. What begins in
-    it counts to its end."""
-    covered, end = 0, first
-    for start, stop in spans:
-        if start >= last:
-            break
-        if start >= first:
-            covered += max(0, stop - max(start, end))
-            end = max(end, stop)
-    return covered / 1e3
+    """For how long any of the spans that begin in the stretch from `first` to `last` ran, to their ends, µs; all in ns."""
+    return total(union(span for span in spans if first <= span[0] < last)) / 1e3

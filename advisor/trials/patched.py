@@ -32,9 +32,8 @@ from advisor.userfiles import owners
 ROUNDS = 3  # of two plain and two patched runs each, while the answer is open
 COPY = "patched"  # in the run folder
 FIRST_LOSS = 0.02  # of its own size; the same batch through the same weights, in another precision at most
-SEEDS_FACTOR = (
-    4.0  # and this many times what two seeds of the plain script differ by, where random numbers are drawn otherwise
-)
+# And this many times what two seeds of the plain script differ by, where random numbers are drawn otherwise.
+SEEDS_FACTOR = 4.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,8 @@ from advisor.core.units import bytes_text
 COPIED = (".py", ".pyi")
 # Never part of a project's source; not even linked, since what runs in the copy would find them there.
 PASSED_OVER = frozenset({".git", ".hg", ".venv", "venv", "node_modules", "__pycache__", "advisor-runs"})
-MOST_ENTRIES = (
-    20_000  # of a folder that are looked through for Python files; with more it is data, and linked as a whole
-)
+# Of a folder that are looked through for Python files; with more it is data, and linked as a whole.
+MOST_ENTRIES = 20_000
 MOST_BYTES = 10_000_000  # of a patch
 
 
