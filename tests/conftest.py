@@ -63,6 +63,12 @@ def this_machine() -> Iterator[None]:
         yield
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Bytes give no id of their own: a compressed text holds the time it was made at, and workers that collect it a second apart refuse
+    to run. So a case is named by its place."""
+    return argname if isinstance(val, bytes | bytearray) else None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Of a test marked `each_value` those cases run always that have, between them, each value of each parameter; the others are long."""
