@@ -39,7 +39,7 @@ def attach(session: Session) -> None:
 
         attach_handed(session)
     elif session.mode == "profile":
-        from advisor.profiling.attach import attach_profile
+        from advisor.profiling.driver import attach_profile
 
         attach_profile(session)
     elif session.mode == "search":

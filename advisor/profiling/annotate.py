@@ -2,7 +2,7 @@
 
 Only inside the traced window: `torch.nn.Module.__call__` opens a range `advisor:module:<path>|<type>` around each forward,
 and a `TorchFunctionMode` opens `advisor:line:<file>:<line>` around each call from Python into torch. Both are undone
-exactly by `stop`. The step watcher's optimizer hooks open and close `advisor:optimizer:<type>`: the window ends inside torch's own
+exactly by `stop`. The step watcher's optimizer hooks open and close `advisor:optimizer:<type>` (updates.py): the window ends inside torch's own
 range around the step, and where no function mode is there to see that, torch before 2.13 does not tell of it. A fault in here ends the
 annotation, never the training.
 """
@@ -16,13 +16,14 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch._C._profiler import _RecordFunctionFast
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from advisor.profiling import updates
 from advisor.profiling.compiles import compiled_code_in_use
 from advisor.profiling.cupy_lines import CupyLines
 from advisor.profiling.sources import Lines
@@ -30,7 +31,6 @@ from advisor.profiling.training import RootModule, Training
 from advisor.profiling.weights import WeightLines
 
 MODULE, LINE, STEP, OPTIMIZER = "advisor:module:", "advisor:line:", "advisor:step:", "advisor:optimizer:"
-CLOSURE = "advisor:closure"
 
 # Calls that start no operator: attributes (`x.shape` is `__get__`) and questions about a tensor. Nor may a range of ours
 # stand around the opening of a `record_function`: that would end after ours, and the profiler cuts ranges that cross.
@@ -68,46 +68,6 @@ def step_marker(index: int) -> None:
         pass
 
 
-def optimizer_begins(optimizer: Any) -> None:
-    """An optimizer's update begins: it is annotated if a window is open. Never raises."""
-    # A compiled update must not be compiled anew because a window has opened.
-    if not torch.compiler.is_compiling() and Annotator.current is not None:
-        Annotator.current.open_optimizer(optimizer)
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The closure among the arguments of an `Optimizer.step` (the optimizer itself first), or None."""
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return given if callable(given) else None
-
-
-def annotated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with a closure in place of the user's that runs it inside a range `advisor:closure`: forward and backward
-    happen in there, and are no part of the update around them. None where no window is open, or there is no closure.
-    """
-    closure = closure_of(args, kwargs)
-    if closure is None or torch.compiler.is_compiling() or Annotator.current is None:
-        return None
-
-    @functools.wraps(closure)
-    def annotated() -> Any:
-        with _RecordFunctionFast(CLOSURE):
-            return closure()
-
-    return with_closure(args, kwargs, annotated)
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments of an `Optimizer.step` that has a closure, with this one in its place."""
-    return (args, {**kwargs, "closure": closure}) if "closure" in kwargs else ((args[0], closure, *args[2:]), kwargs)
-
-
-def optimizer_ends() -> None:
-    """The update that began last is over."""
-    if not torch.compiler.is_compiling() and Annotator.current is not None:
-        Annotator.current.close_optimizer()
-
-
 def module_names(roots: Sequence[RootModule]) -> dict[int, str]:
     """`id(module)` → "<path>|<type>" for every module under the roots, the path beginning with the root's name.
 
@@ -128,8 +88,6 @@ class Annotator:
 
     `opened` counts the ranges so far: the window's size can be told from it while it is still open.
     """
-
-    current: ClassVar[Annotator | None] = None  # the one between `start` and `stop`
 
     def __init__(self, roots: Sequence[RootModule] = (), training: Training | None = None) -> None:
         self.failure = ""
@@ -160,7 +118,7 @@ class Annotator:
             compiled: whether the step runs compiled code, where the caller knows; by default, whether any was made.
         """
         self._active = True
-        Annotator.current = self
+        updates.watch(self)
         self._patch_modules()
         # Dynamo guards on the function modes: ours would make it compile anew.
         if not (compiled_code_in_use() if compiled is None else compiled):
@@ -185,8 +143,7 @@ class Annotator:
         self._weights = None
         self.close_optimizer()
         self._close_ranges()
-        if Annotator.current is self:
-            Annotator.current = None
+        updates.let_go(self)
         if self._mode is not None:
             _remove(self._mode)
             self._mode = None

@@ -1,9 +1,8 @@
 """Joins the parts in the child process, once torch is imported: what pipeline.attach builds each mode on.
 
     training, watcher = attach_training(session)     every mode: steps are found, `training` fills up
-    attach_profile(session)                          the profile mode on top of it
 
-A driver for another mode appends its listener to `training.on_step`; it is called at each step boundary with a
+A driver of a mode (profiling/driver.py's, for one) appends its listener to `training.on_step`; it is called at each step boundary with a
 StepEvent, inside the user's last `Optimizer.step()` of the step, after discovery has updated `training`. From there it
 may switch transforms, call `discover.capture_next_step(training)`, read `watcher.interval` (what the finished interval
 held), write files, and end the script with `stop.stop(session, reason)`. An exception of a listener switches advisor
@@ -79,15 +78,6 @@ def _let_go() -> None:
         Attached.watcher.detach()
         Attached.training.let_go()
         gc.collect()
-
-
-def attach_profile(session: Session) -> None:
-    """The profile mode: measure, write the run folder, stop the script (or go on without hooks)."""
-    from advisor.profiling.driver import ProfileDriver
-
-    training, watcher = attach_training(session)
-    assert Attached.discovery is not None
-    ProfileDriver(training, session, watcher, Attached.discovery).attach()
 
 
 def mark_step() -> None:

@@ -116,7 +116,7 @@ def preflight(device_index: int = 0, *, timeout_s: float = 60.0) -> tuple[bool, 
     The process is this interpreter's, with this environment. Never raises.
     """
     try:
-        child = run_module("advisor.profiling.counters", "--check", "--device", str(device_index), timeout_s=timeout_s)
+        child = run_module("advisor.profiling.counters", "--device", str(device_index), timeout_s=timeout_s)
         answer = json.loads(child.stdout.splitlines()[-1])
         return bool(answer["available"]), str(answer["reason"])
     except subprocess.TimeoutExpired:
@@ -128,19 +128,10 @@ def preflight(device_index: int = 0, *, timeout_s: float = 60.0) -> tuple[bool, 
 
 
 def main() -> int:
-    """`python -m advisor.profiling.counters`: try the counters, or prove them on a copy of known size."""
+    """`python -m advisor.profiling.counters`: print as JSON whether the counters can be read, and why not."""
     parser = argparse.ArgumentParser(prog="python -m advisor.profiling.counters", description=main.__doc__)
     parser.add_argument("--device", type=int, default=0, help="CUDA ordinal")
-    action = parser.add_mutually_exclusive_group(required=True)
-    action.add_argument("--check", action="store_true", help="print availability as JSON")
-    action.add_argument(
-        "--selftest", action="store_true", help="count a known copy on the GPU, and what counting costs"
-    )
     arguments = parser.parse_args()
-    if arguments.selftest:
-        from advisor.profiling import counters_selftest
-
-        return counters_selftest.run(arguments.device)
     usable, reason = available(arguments.device)
     print(json.dumps({"available": usable, "reason": reason}))
     return 0

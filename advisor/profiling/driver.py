@@ -21,6 +21,7 @@ from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
 from advisor.core.trace import Trace
 from advisor.profiling import rankrecords, ranks
+from advisor.profiling.attach import Attached, attach_training
 from advisor.profiling.compiles import Compilations, compiled_graphs, together
 from advisor.profiling.discover import LOOK_STEPS, Discovery
 from advisor.profiling.facts import input_stats, model_facts
@@ -531,3 +532,10 @@ def _values(losses: list[Any]) -> tuple[float, ...]:
 def reading_is_due(step: int, window: int) -> bool:
     """Whether memory is read behind this step of a window of so many."""
     return step % max(3, window // MEMORY_READINGS) == 0
+
+
+def attach_profile(session: Session) -> None:
+    """The profile mode: measure, write the run folder, stop the script (or go on without hooks)."""
+    training, watcher = attach_training(session)
+    assert Attached.discovery is not None
+    ProfileDriver(training, session, watcher, Attached.discovery).attach()

@@ -33,7 +33,7 @@ from torch._compile import _disable_dynamo
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from advisor.profiling import annotate, heap, stop
+from advisor.profiling import heap, stop, updates
 from advisor.profiling.compiles import compiled_graphs, inside_compiled_call
 from advisor.profiling.patches import Patches
 from advisor.profiling.period import MAX_PERIOD, smallest_period
@@ -617,15 +617,15 @@ def attach(training: Training, session: Session, patches: Patches | None = None)
     def before_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if watcher.elsewhere():
             return None
-        annotate.optimizer_begins(optimizer)
+        updates.optimizer_begins(optimizer)
         update_begins()
-        return annotate.annotated_closure(args, kwargs)
+        return updates.annotated_closure(args, kwargs)
 
     def after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if watcher.elsewhere():
             return
-        annotate.optimizer_ends()  # before the boundary, at which the window may end
-        if annotate.closure_of(args, kwargs) is not None:
+        updates.optimizer_ends()  # before the boundary, at which the window may end
+        if updates.closure_of(args, kwargs) is not None:
             closure_ended()
         optimizer_called(optimizer)
 

@@ -16,7 +16,6 @@ OWN = (
     "bench/",
     "ops/",
     "core/units.py",
-    "profiling/counters_selftest.py",
     "profiling/clock.py",
     "trials/planfile.py",
     "rules/yaml_nodes.py",

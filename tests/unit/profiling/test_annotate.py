@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from advisor.profiling import annotate
+from advisor.profiling import annotate, updates
 from advisor.profiling.annotate import Annotator, module_names
 from advisor.profiling.training import RootModule
 
@@ -56,8 +56,8 @@ def test_everything_is_restored() -> None:
 
 
 def test_an_optimizers_range_is_open_in_its_update_only(monkeypatch) -> None:
-    annotate.optimizer_begins(object())  # no window is open
-    annotate.optimizer_ends()
+    updates.optimizer_begins(object())  # no window is open
+    updates.optimizer_ends()
     opened, closed = [], []
 
     class Range:
@@ -74,14 +74,14 @@ def test_an_optimizers_range_is_open_in_its_update_only(monkeypatch) -> None:
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     annotator = Annotator()
     annotator.start()
-    annotate.optimizer_begins(optimizer)
+    updates.optimizer_begins(optimizer)
     assert (opened, closed) == (["advisor:optimizer:SGD"], [])
-    annotate.optimizer_ends()
+    updates.optimizer_ends()
     assert closed == opened
-    annotate.optimizer_begins(optimizer)
+    updates.optimizer_begins(optimizer)
     annotator.stop()  # a window that ends in the middle of an update
     assert len(closed) == 2
-    annotate.optimizer_begins(optimizer)
+    updates.optimizer_begins(optimizer)
     assert len(opened) == 2
 
 
@@ -200,16 +200,16 @@ def test_a_closure_runs_inside_a_range_of_its_own_while_a_window_is_open(monkeyp
 
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     args, kwargs = ((optimizer,), {"closure": _closure}) if by_name else ((optimizer, _closure), {})
-    assert annotate.annotated_closure(args, kwargs) is None  # no window is open
+    assert updates.annotated_closure(args, kwargs) is None  # no window is open
     annotator = Annotator()
     annotator.start()
     try:
-        assert annotate.annotated_closure((optimizer,), {}) is None
-        given = annotate.annotated_closure(args, kwargs)
+        assert updates.annotated_closure((optimizer,), {}) is None
+        given = updates.annotated_closure(args, kwargs)
         assert given is not None
         assert given[0][0] is optimizer
-        monkeypatch.setattr(annotate, "_RecordFunctionFast", Range)
-        assert annotate.closure_of(*given)() == 7
+        monkeypatch.setattr(updates, "_RecordFunctionFast", Range)
+        assert updates.closure_of(*given)() == 7
     finally:
         annotator.stop()
     assert log == ["advisor:closure", "end"]

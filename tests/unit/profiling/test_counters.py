@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from emulation.cupti import FakeCupti
@@ -179,6 +180,6 @@ def test_counted_bytes_match_a_known_copy() -> None:
     usable, reason = counters.preflight()
     if not usable:
         pytest.skip(reason)
-    words = [sys.executable, "-m", "advisor.profiling.counters", "--selftest"]
+    words = [sys.executable, str(Path(__file__).with_name("counters_selftest.py"))]
     child = subprocess.run(words, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stdout + child.stderr

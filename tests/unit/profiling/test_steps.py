@@ -167,8 +167,8 @@ def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:
 
 def test_at_a_boundary_the_optimizers_range_is_closed(loop: Loop, monkeypatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(steps.annotate, "optimizer_begins", lambda optimizer: told.append(type(optimizer).__name__))
-    monkeypatch.setattr(steps.annotate, "optimizer_ends", lambda: told.append("ended"))
+    monkeypatch.setattr(steps.updates, "optimizer_begins", lambda optimizer: told.append(type(optimizer).__name__))
+    monkeypatch.setattr(steps.updates, "optimizer_ends", lambda: told.append("ended"))
     loop.training.on_step.append(lambda event: told.append("boundary"))
     model = nn.Linear(3, 2)
     optimizer = sgd(model)

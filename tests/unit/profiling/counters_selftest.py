@@ -1,10 +1,14 @@
-"""Proof of the DRAM counters on the GPU at hand: known traffic against counted traffic, clocks, and what counting costs."""
+"""Proof of the DRAM counters on the GPU at hand: known traffic against counted traffic, clocks, and what counting costs.
+
+A program, which test_counters.py runs in a process of its own: `python counters_selftest.py [CUDA ordinal]`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 
@@ -210,3 +214,7 @@ def _cost(counters: DramCounters) -> None:
         f"cost: step {statistics.median(off):.3f} ms off, {statistics.median(on):.3f} ms on (x{ratio:.4f}, n={len(on)}); "
         f"reading {statistics.median(decode) * 1e6:.1f} us a sample"
     )
+
+
+if __name__ == "__main__":
+    sys.exit(run(int(sys.argv[1]) if len(sys.argv) > 1 else 0))
