@@ -20,7 +20,7 @@ def __getattr__(name: str) -> object:
 
         return getattr(pipeline, name)
     if name == "load_ipython_extension":  # asked for by `%load_ext advisor`
-        from advisor.profiling.jupyter import load_ipython_extension
+        from advisor.profiling.beside.jupyter import load_ipython_extension
 
         return load_ipython_extension
     raise AttributeError(f"module 'advisor' has no attribute {name!r}")

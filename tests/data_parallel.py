@@ -23,8 +23,8 @@ from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, dispatch
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture, registry
 
 RANKS = 2

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core import storage
-from advisor.profiling import environment
+from advisor.profiling.machine import environment
 
 COPY_GBPS, MATRIX_TFLOPS = 10.0, {"fp32": 0.1, "bf16": 0.4}
 # Variables by which kept rates are told apart, as tests set them for what they start.

@@ -13,7 +13,7 @@ from advisor.core.provenance import Provenance
 NO_STEP = "no step was timed"
 NO_ROWS = "no kernel or operator was traced"
 OUTLIER = 1.5  # medians; by the definition of step_outlier_frac
-# Reasons for which profiling/steps.py leaves out a step that an epoch begins with.
+# Reasons for which loop/steps.py leaves out a step that an epoch begins with.
 EPOCH_BEGINS = ("new epoch", "evaluation")
 
 _KINDS = ("conv", "gemm", "norm", "activation", "pool", "reduce", "upsample", "concat", "dropout", "loss", "comm")

@@ -14,8 +14,8 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import KEPT
-from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
+from advisor.profiling.beside.launcher import ScriptCommand, launch
 from advisor.trials import records
 from advisor.userfiles import restore
 

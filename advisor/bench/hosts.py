@@ -21,8 +21,8 @@ from advisor.bench import results, timing
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.core.units import counted
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, dispatch
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import registry
 
 NETWORKS = (

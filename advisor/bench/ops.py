@@ -19,8 +19,8 @@ from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.ops import catalog, dispatch, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
 from advisor.ops.moments_cases import APART
-from advisor.profiling import counters as hardware
-from advisor.profiling.cupti import CountersUnavailable
+from advisor.profiling.machine import counters as hardware
+from advisor.profiling.machine.cupti import CountersUnavailable
 
 DEVICE = "cuda"
 # For one case, without compiling: rounds beyond it are left out.

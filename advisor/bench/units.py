@@ -19,8 +19,8 @@ import torch
 from advisor.bench import timing
 from advisor.core.errors import AdvisorError
 from advisor.core.units import percent_text
-from advisor.profiling.clock import IDLE_S, QUIET_SAMPLES, SCALE_TOLERANCE
-from advisor.profiling.pmsampling import PmSampler, Samples, fitting
+from advisor.profiling.machine.clock import IDLE_S, QUIET_SAMPLES, SCALE_TOLERANCE
+from advisor.profiling.machine.pmsampling import PmSampler, Samples, fitting
 
 Inputs = TypeVar("Inputs")
 

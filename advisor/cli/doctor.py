@@ -42,7 +42,7 @@ def doctor(*, measure: bool, recover: str | None, form: str) -> None:
                 fix="Those that were not are in files/kept-aside of their run folder.",
             )
         return
-    from advisor.profiling import doctor as examination
+    from advisor.cli import examination
     from advisor.reporting.terminal import checks_text
     from advisor.trials import ledger
 

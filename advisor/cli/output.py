@@ -63,7 +63,7 @@ def run_text(
 ) -> str:
     """A run as `text`, `json`, `md`, `html`, `perfetto` or `sarif`; `run_dir` is where its plan and its trace may be."""
     if form == "html":
-        from advisor.profiling import timeline
+        from advisor.profiling.after import timeline
         from advisor.reporting.html import report_html
 
         step = timeline.of_run(run_dir, profile.environment) if run_dir is not None else None
@@ -93,7 +93,7 @@ def run_text(
 
 def _perfetto(profile: StepProfile, findings: Findings | None, run_dir: Path | None) -> str:
     """Raises AdvisorError where the run has no trace."""
-    from advisor.profiling import timeline
+    from advisor.profiling.after import timeline
     from advisor.reporting.perfetto import trace_events
 
     found = timeline.of_run(run_dir, profile.environment, whole=True) if run_dir is not None else None

@@ -30,7 +30,7 @@ def repro(run: str, *, number: int | None) -> None:
       advisor repro last --op 1 > conv.py
     """
     from advisor import runs
-    from advisor.profiling.records import TRACE_FILE, load_trace
+    from advisor.loop.records import TRACE_FILE, load_trace
     from advisor.reporting import repro as scripts
 
     folder, profile = runs.load_profile(run)

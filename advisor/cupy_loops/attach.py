@@ -16,8 +16,8 @@ from advisor.cupy_loops.driver import CupyProfile
 from advisor.cupy_loops.measure import CupyMeasure, seed_everything
 from advisor.cupy_loops.standing import Standing, of_cupy
 from advisor.cupy_loops.watch import Watcher
-from advisor.profiling.session import Session, tell
-from advisor.profiling.waiting import ATTACHED, FAULT, STEP
+from advisor.loop.session import Session, tell
+from advisor.loop.waiting import ATTACHED, FAULT, STEP
 
 
 class Attached:

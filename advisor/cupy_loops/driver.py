@@ -22,11 +22,11 @@ from advisor.cupy_loops.facts import PoolReadings, model_facts
 from advisor.cupy_loops.standing import Standing
 from advisor.cupy_loops.watch import Watcher
 from advisor.cupy_loops.window import Window as TraceWindow
-from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, Window, save_trace
-from advisor.profiling.session import Session, tell
-from advisor.profiling.stop import stop
-from advisor.profiling.timing import StepTimes, spread, step_times, window
-from advisor.profiling.training import StepEvent
+from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, Window, save_trace
+from advisor.loop.session import Session, tell
+from advisor.loop.stop import stop
+from advisor.loop.timing import StepTimes, spread, step_times, window
+from advisor.loop.training import StepEvent
 
 WARMUP_S, TIMED_S = 20.0, 60.0
 MIN_WARMUP, MIN_TIMED = 3, 3

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from advisor.profiling.cupy_surface import Surface
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
+from advisor.profiling.inside.cupy_surface import Surface
 
 REDUCTIONS = ("sum", "mean", "average", "nansum", "dot", "vdot", "inner", "linalg.norm")
 MOST = 2000  # numbers kept of a line

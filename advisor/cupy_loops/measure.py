@@ -14,10 +14,10 @@ from advisor.cupy_loops.losses import Losses
 from advisor.cupy_loops.period import REPEATS
 from advisor.cupy_loops.standing import Standing
 from advisor.cupy_loops.watch import Watcher
-from advisor.profiling.session import TIMING_FILE, Session, tell
-from advisor.profiling.stop import stop
-from advisor.profiling.timing import step_times
-from advisor.profiling.training import StepEvent
+from advisor.loop.session import TIMING_FILE, Session, tell
+from advisor.loop.stop import stop
+from advisor.loop.timing import step_times
+from advisor.loop.training import StepEvent
 from advisor.trials import records
 
 MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these

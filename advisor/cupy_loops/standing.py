@@ -11,7 +11,7 @@ from advisor.core.plan import PlanItem
 from advisor.core.transform_table import ROWS
 from advisor.cupy_loops.changes.base import Change, Unfit
 from advisor.cupy_loops.changes.registry import CHANGES
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 
 @dataclass(slots=True, eq=False)

@@ -14,11 +14,11 @@ from typing import Any
 
 from advisor.cupy_loops.clock import record
 from advisor.cupy_loops.period import Anchor, find_anchor
-from advisor.profiling import stop
-from advisor.profiling.cupy_surface import Surface
-from advisor.profiling.patches import Patches
-from advisor.profiling.sources import Lines
-from advisor.profiling.training import StepEvent
+from advisor.loop import stop
+from advisor.loop.patches import Patches
+from advisor.loop.sources import Lines
+from advisor.loop.training import StepEvent
+from advisor.profiling.inside.cupy_surface import Surface
 
 # A batch comes to the device by one of these: where a step begins, if it is made once a step.
 BATCHES = ("array", "asarray", "random.permutation", "get", "set")

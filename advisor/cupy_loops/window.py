@@ -11,12 +11,12 @@ from typing import Any
 
 from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
 from advisor.cupy_loops.clock import synchronize
-from advisor.profiling.activity import Activity, ActivityUnavailable
-from advisor.profiling.cupy_names import DTYPES, PREFIX, torch_name
-from advisor.profiling.cupy_surface import Surface
-from advisor.profiling.hostcalls import is_launch
-from advisor.profiling.patches import Patches
-from advisor.profiling.sources import Lines
+from advisor.loop.patches import Patches
+from advisor.loop.sources import Lines
+from advisor.profiling.inside.cupy_surface import Surface
+from advisor.profiling.machine.activity import Activity, ActivityUnavailable
+from advisor.profiling.trace.cupy_names import DTYPES, PREFIX, torch_name
+from advisor.profiling.trace.hostcalls import is_launch
 
 
 class Window:

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import distributed
 
-from advisor.profiling.sources import Lines
+from advisor.loop.sources import Lines
 
 EVERY_S = 2.0
 

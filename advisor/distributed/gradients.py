@@ -26,8 +26,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.distributed.refused import refuse
 from advisor.distributed.shards import Loaders
-from advisor.profiling.patches import Patches
-from advisor.profiling.sources import shown, user_line
+from advisor.loop.patches import Patches
+from advisor.loop.sources import shown, user_line
 from advisor.transforms import targets
 from advisor.transforms.forward import REPLICATED, ForwardStack
 

@@ -20,9 +20,9 @@ from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import refuse
 from advisor.distributed.shards import Items, Loaders, part, rotated
-from advisor.profiling.patches import Patches
-from advisor.profiling.session import Session, tell
-from advisor.profiling.sources import user_line
+from advisor.loop.patches import Patches
+from advisor.loop.session import Session, tell
+from advisor.loop.sources import user_line
 from advisor.transforms import deferred
 
 

@@ -14,7 +14,7 @@ from torch import distributed
 from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm
 
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 
 def install(patches: Patches) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 
 PRODUCTS = 8
 

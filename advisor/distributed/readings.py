@@ -20,8 +20,8 @@ import torch
 from torch import distributed
 
 from advisor.distributed.shards import Loaders
-from advisor.profiling.patches import Patches
-from advisor.profiling.sources import PASSED_OVER, kind
+from advisor.loop.patches import Patches
+from advisor.loop.sources import PASSED_OVER, kind
 
 _TRANSFORMS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "transforms", "")
 

@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from advisor.core.stderr import say
 from advisor.distributed import place
-from advisor.profiling.session import from_environment, tell
+from advisor.loop.session import from_environment, tell
 
 
 class Refused(SystemExit):

@@ -25,8 +25,8 @@ from torch.utils.data._utils.fetch import _MapDatasetFetcher
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.distributed.refused import refuse
-from advisor.profiling.patches import Patches
-from advisor.profiling.sources import user_line
+from advisor.loop.patches import Patches
+from advisor.loop.sources import user_line
 
 APART = 1 << 40  # between the seeds of two ranks' workers
 Order = Callable[[list[Any]], list[Any]]

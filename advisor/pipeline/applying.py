@@ -24,9 +24,9 @@ from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from advisor.core.attempt import Attempt
-    from advisor.profiling.launcher import ScriptCommand
-    from advisor.profiling.relay import Relay
-    from advisor.profiling.session import Session
+    from advisor.loop.session import Session
+    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.relay import Relay
     from advisor.trials.choosing import Ask
     from advisor.trials.handover import Handover
     from advisor.trials.search import Search
@@ -84,8 +84,8 @@ def apply(
         KeyboardInterrupt: when the user ends the script that is profiled.
     """
     from advisor.distributed import starting
-    from advisor.profiling.launcher import ScriptCommand
-    from advisor.profiling.relay import Relay
+    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.relay import Relay
     from advisor.reporting import wording
 
     check_names(only, skip)
@@ -160,7 +160,7 @@ class _Applying:
 
     def profile(self, *, goes_on: bool) -> ProfileResult:
         """The first profile. `goes_on`: its process is the first of the search."""
-        from advisor.profiling import bytecode
+        from advisor.profiling.beside import bytecode
         from advisor.trials import budget
         from advisor.trials.beforehand import compile_ahead
         from advisor.trials.handover import Handover
@@ -295,8 +295,8 @@ def prove(
         AdvisorError: for a plan that cannot be read or has nothing to prove, a script that cannot be started, an unknown transform id.
         KeyboardInterrupt: before anything was started.
     """
-    from advisor.profiling import environment
-    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.machine import environment
     from advisor.trials import planfile
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
@@ -337,7 +337,7 @@ def try_patch(
     Raises:
         AdvisorError: for a script that cannot be started or measured, or a patch that cannot be applied.
     """
-    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.beside.launcher import ScriptCommand
     from advisor.trials.patched import try_patch
 
     check_names((), ())
@@ -354,7 +354,7 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
     Raises:
         AdvisorError: for either.
     """
-    from advisor.profiling.session import DISABLE_VARIABLE, disabled
+    from advisor.loop.session import DISABLE_VARIABLE, disabled
 
     for name in (*only, *skip):
         row(name)

@@ -13,7 +13,7 @@ from advisor.core.transform_table import ROWS
 from advisor.core.verdict import KEPT
 
 if TYPE_CHECKING:
-    from advisor.profiling.session import Session
+    from advisor.loop.session import Session
 
 
 def attach(session: Session) -> None:
@@ -39,7 +39,7 @@ def attach(session: Session) -> None:
 
         attach_handed(session)
     elif session.mode == "profile":
-        from advisor.profiling.driver import attach_profile
+        from advisor.profiling.inside.driver import attach_profile
 
         attach_profile(session)
     elif session.mode == "search":
@@ -87,7 +87,7 @@ def _prefer_torch() -> None:
     cupy_loop = sys.modules.get("advisor.cupy_loops.attach")
     if cupy_loop is None:
         return
-    from advisor.profiling.attach import Attached
+    from advisor.loop.attach import Attached
 
     training = Attached.training
     if training is not None:
@@ -107,7 +107,7 @@ def enable(plan: str | Path) -> None:
     Raises:
         AdvisorError: when the plan cannot be read.
     """
-    from advisor.profiling.session import SESSION_VARIABLE, disabled
+    from advisor.loop.session import SESSION_VARIABLE, disabled
 
     if disabled() or os.environ.get(SESSION_VARIABLE):
         return
@@ -148,6 +148,6 @@ def step() -> None:
     if cupy_loop is not None:
         cupy_loop.step()
     if "torch" in sys.modules:
-        from advisor.profiling.attach import mark_step
+        from advisor.loop.attach import mark_step
 
         mark_step()

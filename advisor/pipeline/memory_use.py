@@ -41,8 +41,8 @@ def memory(
         AdvisorError: for a script that cannot be started, or that shows no step.
     """
     from advisor.analysis import activations
-    from advisor.profiling import launcher
-    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.beside import launcher
+    from advisor.profiling.beside.launcher import ScriptCommand
     from advisor.trials.memory import watched
     from advisor.trials.script import Script
     from advisor.userfiles import owners
@@ -83,8 +83,8 @@ def reach_memory(
     Raises:
         AdvisorError: for a script that cannot be started, or that shows no step.
     """
-    from advisor.profiling import environment
-    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.machine import environment
     from advisor.trials import planfile
     from advisor.trials.memory import reach
 

@@ -28,8 +28,8 @@ from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
     from advisor.core.environment import Environment
-    from advisor.profiling.launcher import Exit
-    from advisor.profiling.session import Session
+    from advisor.loop.session import Session
+    from advisor.profiling.beside.launcher import Exit
     from advisor.trials.handover import Handover
     from advisor.trials.script import Launch
 
@@ -75,7 +75,7 @@ def profile(
     Raises:
         AdvisorError: for a script that cannot be started or a folder that cannot be written.
     """
-    from advisor.profiling.launcher import ScriptCommand
+    from advisor.profiling.beside.launcher import ScriptCommand
 
     command = ScriptCommand.parse(words, module=module)
     check_rules(rules_dirs)
@@ -127,12 +127,13 @@ def profile_script(
     Raises:
         AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
     """
-    from advisor.profiling import counters as hardware
-    from advisor.profiling import environment, launcher
-    from advisor.profiling.records import MEASURED, SAMPLES_FILE
-    from advisor.profiling.sampler import Sampler
-    from advisor.profiling.session import Session, disabled
-    from advisor.profiling.waiting import STEP, patience_s
+    from advisor.loop.records import MEASURED, SAMPLES_FILE
+    from advisor.loop.session import Session, disabled
+    from advisor.loop.waiting import STEP, patience_s
+    from advisor.profiling.beside import launcher
+    from advisor.profiling.beside.sampler import Sampler
+    from advisor.profiling.machine import counters as hardware
+    from advisor.profiling.machine import environment
     from advisor.trials import fresh
     from advisor.userfiles import owners, restore
 
@@ -243,7 +244,7 @@ def _read(
         ended: how; None where it goes on.
         notes: what people are to know beside what was measured.
     """
-    from advisor.profiling.assemble import assemble
+    from advisor.profiling.after.assemble import assemble
 
     say("reading the trace")
     code = ended.code if ended is not None else 0
@@ -269,8 +270,8 @@ def profile_trace(file: Path, *, out: Path | None = None, rules_dirs: Sequence[P
     Raises:
         AdvisorError: when it cannot be read or holds nothing, or a folder cannot be written.
     """
-    from advisor.profiling import kineto
-    from advisor.profiling.assemble import assemble
+    from advisor.profiling.after import kineto
+    from advisor.profiling.after.assemble import assemble
 
     check_rules(rules_dirs)
     run_dir = new_run_dir(file.name, out)
@@ -290,7 +291,7 @@ def shorter_session(session: Session, code: int) -> Session | None:
     """Orders for a second start whose windows fit into the steps that the first one made; None where there is no need or
     no hope.
     """
-    from advisor.profiling.records import OWN_WORK, STEPS_FILE, StepsRecord
+    from advisor.loop.records import OWN_WORK, STEPS_FILE, StepsRecord
 
     if code or session.keep_running or session.detail_steps < 1:
         return None
@@ -343,8 +344,8 @@ def check_measured(ended: Exit, *, thrown_away: bool) -> None:
 
 
 def nothing_measured(measured: StepProfile, ended: Exit) -> str:
-    from advisor.profiling.session import DISABLE_VARIABLE, disabled
-    from advisor.profiling.waiting import Stage, missing
+    from advisor.loop.session import DISABLE_VARIABLE, disabled
+    from advisor.loop.waiting import Stage, missing
 
     if disabled():
         return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"

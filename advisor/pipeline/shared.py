@@ -18,7 +18,7 @@ Say = Callable[[str], None]
 
 
 def write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
-    from advisor.profiling import timeline
+    from advisor.profiling.after import timeline
     from advisor.reporting.html import report_html
 
     step = timeline.of_run(run_dir, profile.environment)
@@ -42,7 +42,7 @@ def shown_path(path: Path) -> str:
 
 def progress_teller(say: Say) -> Callable[[Mapping[str, Any]], None]:
     """Turns the child's progress events into lines."""
-    from advisor.profiling.waiting import WAITING
+    from advisor.loop.waiting import WAITING
 
     def tell(event: Mapping[str, Any]) -> None:
         kind = event.get("event")

@@ -18,9 +18,9 @@ from torch.utils import _pytree as pytree
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.profiling.discover import LOOK_STEPS
-from advisor.profiling.session import Session
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.discover import LOOK_STEPS
+from advisor.loop.session import Session
+from advisor.loop.training import RootModule, Training
 from advisor.testing.device_lock import alone
 from advisor.testing.live import LiveStep
 from advisor.testing.measuring import found_in

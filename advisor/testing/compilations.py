@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from advisor.profiling.compiles import Compilations, compiled_graphs
+from advisor.loop.compiles import Compilations, compiled_graphs
 
 _FRAMES = "torch._dynamo.eval_frame"
 _SWITCH = "_maybe_set_eval_frame"  # called with a callback around each run of compiled code

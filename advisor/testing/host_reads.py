@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.profile import Site
-from advisor.profiling import sources
+from advisor.loop import sources
 
 # Calls that hand a tensor's values to Python. `.to("cpu")` is none of them: on a CPU it is how batches are moved.
 _CALLS = {

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 
 
 @dataclass(slots=True, eq=False)

@@ -24,19 +24,20 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import Site, StepProfile
 from advisor.core.stderr import say
-from advisor.profiling import attach as attached
-from advisor.profiling import counters as hardware
-from advisor.profiling import discover, environment, steps
-from advisor.profiling.assemble import assemble
-from advisor.profiling.compiles import Compilations
-from advisor.profiling.discover import LOOK_STEPS
-from advisor.profiling.driver import ProfileDriver
-from advisor.profiling.patches import Patches
-from advisor.profiling.period import MAX_PERIOD
-from advisor.profiling.records import SESSION_FILE
-from advisor.profiling.session import Session
-from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import Training
+from advisor.loop import attach as attached
+from advisor.loop import discover, steps
+from advisor.loop.compiles import Compilations
+from advisor.loop.discover import LOOK_STEPS
+from advisor.loop.patches import Patches
+from advisor.loop.period import MAX_PERIOD
+from advisor.loop.records import SESSION_FILE
+from advisor.loop.session import Session
+from advisor.loop.steps import StepWatcher
+from advisor.loop.training import Training
+from advisor.profiling.after.assemble import assemble
+from advisor.profiling.inside.driver import ProfileDriver
+from advisor.profiling.machine import counters as hardware
+from advisor.profiling.machine import environment
 from advisor.testing import allocations, host_reads
 from advisor.testing.compilations import CompiledRuns
 from advisor.testing.device_lock import alone, locked

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.provenance import Provenance
-from advisor.profiling.compiles import Compilations
+from advisor.loop.compiles import Compilations
 from advisor.testing import amounts, baselines
 from advisor.testing.baselines import Stored
 from advisor.testing.marker import Marked

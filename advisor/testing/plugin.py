@@ -278,6 +278,6 @@ def perf_baseline(perf: Perf) -> Callable[..., Stored]:
 @pytest.fixture(scope="session")
 def perf_env() -> Environment:
     """The machine's fingerprint: GPU, libraries, measured rates. Measured once a machine, in a few seconds."""
-    from advisor.profiling import environment
+    from advisor.profiling.machine import environment
 
     return environment.probe()

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 
 

@@ -20,8 +20,8 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
-from advisor.profiling import ranks
-from advisor.profiling.training import RootModule, Training
+from advisor.loop import ranks
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import AUTOCAST, ForwardStack, Layer
 from advisor.transforms.patch import all_or_nothing, map_tensors, parameters_of, target_of, tensors_in

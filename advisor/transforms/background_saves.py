@@ -26,7 +26,7 @@ import torch
 
 from advisor.core.stderr import say
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing, replace_attribute
 

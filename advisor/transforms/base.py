@@ -14,7 +14,7 @@ from advisor.core import transform_table
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

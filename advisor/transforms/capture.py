@@ -18,9 +18,9 @@ from weakref import WeakKeyDictionary, WeakMethod
 import torch
 from torch import distributed, fx
 
+from advisor.loop.attach import Attached
+from advisor.loop.training import Training
 from advisor.ops import match
-from advisor.profiling.attach import Attached
-from advisor.profiling.training import Training
 from advisor.transforms import numpy_flags
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers, hooks_of

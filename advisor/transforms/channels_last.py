@@ -28,8 +28,8 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import Check
-from advisor.profiling import layouts, ranks
-from advisor.profiling.training import RootModule, Training
+from advisor.loop import layouts, ranks
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.graphs import calls

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import SUBMODULE, ForwardStack
 from advisor.transforms.patch import all_or_nothing

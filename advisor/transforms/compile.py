@@ -13,8 +13,8 @@ from typing import ClassVar
 
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.compiles import is_compiled
-from advisor.profiling.training import Training
+from advisor.loop.compiles import is_compiled
+from advisor.loop.training import Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.targets import targets

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import CAPTURE, GRAPH, SUBMODULE, ForwardStack, hooks_of
 from advisor.transforms.patch import all_or_nothing, target_of, tensors_in

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import REPLICATED, ForwardStack
 from advisor.transforms.patch import all_or_nothing

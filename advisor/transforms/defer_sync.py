@@ -25,7 +25,7 @@ import torch
 
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms import deferred
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.deferred import Deferred

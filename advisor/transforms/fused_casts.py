@@ -17,8 +17,8 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
+from advisor.loop.training import RootModule, Training
 from advisor.ops import dispatch, weight_casts
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.autocast import casts_weights
 from advisor.transforms.base import Match, Transform, Undo

@@ -17,7 +17,7 @@ import torch
 
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.skip import lacks_momentum, skip_step_hooks

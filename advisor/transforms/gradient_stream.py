@@ -14,7 +14,7 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms import cuda_graphs
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.targets import targets

@@ -15,7 +15,7 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.autocast import AutocastBf16
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.channels_last import ChannelsLast

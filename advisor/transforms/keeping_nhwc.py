@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.profiling.layouts import is_channels_last
+from advisor.loop.layouts import is_channels_last
 from advisor.transforms.base import Undo
 from advisor.transforms.patch import replace_attribute
 

@@ -19,10 +19,10 @@ from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.units import counted
 from advisor.core.verdict import Check
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Family
 from advisor.ops.sites import native
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import SUBMODULE, ForwardStack

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from advisor.profiling.layouts import LayoutWatch
-from advisor.profiling.training import Training
+from advisor.loop.layouts import LayoutWatch
+from advisor.loop.training import Training
 from advisor.transforms.forward import CAPTURED, ForwardStack
 from advisor.transforms.graphs import calls
 from advisor.transforms.patch import target_of

@@ -28,7 +28,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.loader import is_stream, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.base import Undo
 from advisor.transforms.targets import targets
 

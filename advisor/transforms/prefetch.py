@@ -26,8 +26,8 @@ from torch.utils.data.distributed import DistributedSampler
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
 from advisor.core.verdict import Check
-from advisor.profiling import heap
-from advisor.profiling.training import Training
+from advisor.loop import heap
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.images import NormalisedImages
 from advisor.transforms.loader import is_stream, leave_workers_no_garbage, probe

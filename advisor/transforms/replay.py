@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from advisor.profiling.training import RootModule
+from advisor.loop.training import RootModule
 from advisor.transforms.patch import write
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")

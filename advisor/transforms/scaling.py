@@ -24,8 +24,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from advisor.profiling.steps import works_for
-from advisor.profiling.training import Training
+from advisor.loop.steps import works_for
+from advisor.loop.training import Training
 from advisor.transforms.base import Undo
 from advisor.transforms.patch import replace_attribute
 from advisor.transforms.skip import lacks_momentum, skip_step_hooks

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import WRAPPER, ForwardStack
 from advisor.transforms.patch import all_or_nothing

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from advisor.profiling.updates import closure_of, with_closure
+from advisor.loop.updates import closure_of, with_closure
 from advisor.transforms.base import Undo
 
 

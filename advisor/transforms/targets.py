@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.forward import WRAPPER, ForwardStack
 
 # Dynamo has compiled the optimizer's step for these tensors, their strides, and the hooks and settings that it has: torch 2.13 goes on

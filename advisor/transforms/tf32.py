@@ -19,7 +19,7 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing, parameters_of
 

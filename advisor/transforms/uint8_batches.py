@@ -27,8 +27,8 @@ from torch.utils.data._utils.collate import collate, collate_tensor_fn, default_
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
-from advisor.profiling.normalising import CHANNELS, Tail, tails
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
+from advisor.profiling.inside.normalising import CHANNELS, Tail, tails
 from advisor.transforms import images
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.images import NormalisedImages, Table

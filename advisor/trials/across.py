@@ -23,10 +23,10 @@ from advisor.core.findings import Recommendation
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, SKIPPED, Blocks, Check, Verdict
 from advisor.distributed import board
 from advisor.distributed.place import LOST
-from advisor.profiling.attach import attach_training
-from advisor.profiling.session import Session, tell
-from advisor.profiling.stop import stop
-from advisor.profiling.training import StepEvent, Training
+from advisor.loop.attach import attach_training
+from advisor.loop.session import Session, tell
+from advisor.loop.stop import stop
+from advisor.loop.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform, Undo
 from advisor.transforms.patch import parameters_of

@@ -9,9 +9,9 @@ from pathlib import Path
 from advisor.core import storage
 from advisor.core.findings import Findings
 from advisor.core.profile import StepProfile
-from advisor.profiling.launcher import Exit
-from advisor.profiling.records import NEXT_FILE
-from advisor.profiling.session import Session
+from advisor.loop.records import NEXT_FILE
+from advisor.loop.session import Session
+from advisor.profiling.beside.launcher import Exit
 from advisor.trials.processes import Handed
 from advisor.trials.search import Search
 

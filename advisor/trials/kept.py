@@ -18,11 +18,11 @@ import torch
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.stderr import say
-from advisor.profiling.attach import Attached, attach_training
-from advisor.profiling.patches import Patches
-from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import StepWatcher, after_optimizer_steps
-from advisor.profiling.training import StepEvent, Training
+from advisor.loop.attach import Attached, attach_training
+from advisor.loop.patches import Patches
+from advisor.loop.session import Session, tell
+from advisor.loop.steps import StepWatcher, after_optimizer_steps
+from advisor.loop.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform, Undo
 from advisor.transforms.forward import ForwardStack

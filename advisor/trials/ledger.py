@@ -23,7 +23,7 @@ from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import INCONCLUSIVE, TrialLog, Verdict
-from advisor.profiling import environment
+from advisor.profiling.machine import environment
 from advisor.trials import planfile
 
 FILE_NAME, VARIABLE = "predictions.jsonl", "ADVISOR_LEDGER"

@@ -1,10 +1,10 @@
-"""The memory mode, in the child: what is kept goes on, and one step is watched for what it holds (profiling/held.py)."""
+"""The memory mode, in the child: what is kept goes on, and one step is watched for what it holds (profiling/inside/held.py)."""
 
 from __future__ import annotations
 
-from advisor.profiling.attach import attach_training
-from advisor.profiling.held import LookDriver
-from advisor.profiling.session import Session
+from advisor.loop.attach import attach_training
+from advisor.loop.session import Session
+from advisor.profiling.inside.held import LookDriver
 from advisor.trials.kept import KeptChanges
 
 

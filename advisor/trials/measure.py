@@ -16,15 +16,15 @@ import torch
 
 from advisor.core import storage
 from advisor.distributed import joining, place, prints
+from advisor.loop import ranks
+from advisor.loop.attach import attach_training
+from advisor.loop.session import TIMING_FILE, Session, tell
+from advisor.loop.steps import BACKWARDS, EPOCH, EVALUATION, SHAPES, StepWatcher
+from advisor.loop.stop import stop
+from advisor.loop.timing import step_times
+from advisor.loop.training import StepEvent, Training
 from advisor.ops import nvrtc
-from advisor.profiling import ranks
-from advisor.profiling.attach import attach_training
-from advisor.profiling.kernel_time import KernelTime
-from advisor.profiling.session import TIMING_FILE, Session, tell
-from advisor.profiling.steps import BACKWARDS, EPOCH, EVALUATION, SHAPES, StepWatcher
-from advisor.profiling.stop import stop
-from advisor.profiling.timing import step_times
-from advisor.profiling.training import StepEvent, Training
+from advisor.profiling.inside.kernel_time import KernelTime
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, records

@@ -1,6 +1,6 @@
 """`apply --goal memory`: a step's peak made smaller, for as little time as it takes.
 
-One process shows what a step holds and what each module costs to compute again (profiling/held.py, analysis/activations.py). Sets of
+One process shows what a step holds and what each module costs to compute again (profiling/inside/held.py, analysis/activations.py). Sets of
 modules that should save half of the peak, 30 and 15 % are tried in fresh processes, the largest first: one that is watched, which tells its
 peak, and one that is timed, beside the plain script's. Kept is the first that takes no more time than allowed, holds less by a twentieth at
 least, and trains alike; or, where a limit is given, the last that fits below it and the cheapest so. Allocator settings are tried on top.
@@ -21,8 +21,8 @@ from advisor.core.held import HELD_FILE, MemoryLook
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import bytes_text, percent_text, time_text
 from advisor.core.verdict import FAILED, KEPT, REVERTED, Check, TrialLog, Verdict
-from advisor.profiling import launcher
-from advisor.profiling.launcher import ScriptCommand
+from advisor.profiling.beside import launcher
+from advisor.profiling.beside.launcher import ScriptCommand
 from advisor.trials import budget, fresh, losses, outcome, planfile, proof, records, spent
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement

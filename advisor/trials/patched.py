@@ -20,7 +20,7 @@ from advisor.core.attempt import ATTEMPT_FILE, PATCH, Attempt
 from advisor.core.errors import AdvisorError
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, Check
-from advisor.profiling.launcher import BrokenScript, ScriptCommand, launch
+from advisor.profiling.beside.launcher import BrokenScript, ScriptCommand, launch
 from advisor.trials import losses, proof, shadow, spent
 from advisor.trials.budget import SETTLE_S, Budget
 from advisor.trials.fresh import FreshRuns

@@ -19,7 +19,7 @@ from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.transform_table import ROWS
 from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
-from advisor.profiling.launcher import script_name
+from advisor.profiling.beside.launcher import script_name
 from advisor.resources import kernels_dir
 
 MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something else
@@ -258,7 +258,7 @@ def model_hash(modules: Iterable[Any]) -> str:
 
     The same for every instance of one architecture, alone or wrapped for several processes; values play no part.
     """
-    from advisor.profiling.discover import inner  # imports torch, which the supervisor does without
+    from advisor.loop.discover import inner  # imports torch, which the supervisor does without
 
     digest = hashlib.sha256()
     for root in map(inner, modules):

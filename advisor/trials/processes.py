@@ -17,7 +17,7 @@ from typing import Any
 from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
-from advisor.profiling.launcher import Exit
+from advisor.profiling.beside.launcher import Exit
 from advisor.trials import planner, records, statistics
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns

@@ -13,12 +13,12 @@ from collections.abc import Callable
 
 import torch
 
-from advisor.profiling.attach import Attached, attach_training
-from advisor.profiling.discover import Discovery
-from advisor.profiling.driver import ProfileDriver
-from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import StepEvent, Training
+from advisor.loop.attach import Attached, attach_training
+from advisor.loop.discover import Discovery
+from advisor.loop.session import Session, tell
+from advisor.loop.steps import StepWatcher
+from advisor.loop.training import StepEvent, Training
+from advisor.profiling.inside.driver import ProfileDriver
 from advisor.transforms import capture, registry
 from advisor.transforms.base import Transform
 from advisor.transforms.graphs import calls

@@ -22,8 +22,8 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import KEPT, Check, TrialLog, Verdict
 from advisor.distributed import place, refusals, starting
-from advisor.profiling import launcher
-from advisor.profiling.launcher import ScriptCommand
+from advisor.profiling.beside import launcher
+from advisor.profiling.beside.launcher import ScriptCommand
 from advisor.trials import fresh, losses, planfile, records, spent
 from advisor.trials.proof import ratio
 from advisor.trials.records import Measurement

@@ -22,7 +22,7 @@ from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import KEPT, Round, Verdict
-from advisor.profiling.assemble import assemble
+from advisor.profiling.after.assemble import assemble
 from advisor.trials import planner, records, spent
 from advisor.trials.choosing import Chooser
 from advisor.trials.processes import SearchProcesses

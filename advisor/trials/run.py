@@ -12,9 +12,10 @@ from advisor.core.transform_table import having
 from advisor.core.verdict import KEPT, UNCONFIRMED
 from advisor.distributed import starting
 from advisor.distributed.place import FAILED, REFUSED
-from advisor.profiling import environment, launcher
-from advisor.profiling.launcher import ScriptCommand
-from advisor.profiling.session import DISABLE_VARIABLE, Session, disabled
+from advisor.loop.session import DISABLE_VARIABLE, Session, disabled
+from advisor.profiling.beside import launcher
+from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.machine import environment
 from advisor.trials import planfile, records
 from advisor.trials.script import Launch, Say
 

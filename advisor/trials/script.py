@@ -15,10 +15,10 @@ from typing import Any
 
 from advisor.distributed import starting
 from advisor.distributed.place import FAILED, LOST, REFUSED
-from advisor.profiling import bytecode
-from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.profiling.session import Session
-from advisor.profiling.waiting import WAITING, Stage, missing, patience_s
+from advisor.loop.session import Session
+from advisor.loop.waiting import WAITING, Stage, missing, patience_s
+from advisor.profiling.beside import bytecode
+from advisor.profiling.beside.launcher import Exit, ScriptCommand
 from advisor.trials import records, spent
 from advisor.userfiles import restore
 

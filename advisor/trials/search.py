@@ -21,9 +21,9 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text, time_text
 from advisor.core.verdict import KEPT, SKIPPED, TrialLog
-from advisor.profiling.launcher import ScriptCommand
-from advisor.profiling.relay import Relay
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
+from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.relay import Relay
 from advisor.trials import earlier, fresh, outcome, planfile, planner, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, Chooser

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
-from advisor.profiling import cupti
+from advisor.profiling.machine import cupti
 
 SAMPLER = 22
 IMAGE_BYTES = 928

@@ -11,7 +11,7 @@ from wrong_kernels import MARGIN, AffineReLU, Compile, Kernels
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.trials.numerics.gate import Gate
 
 CHANNELS, SIZE, CLASSES = 16, 8, 10

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from advisor.core.transform_table import ROWS, Row, Stage
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 
 STRIKE = r'extern "C" __global__ void strike(float* where) { where[threadIdx.x] = 1.f; }'

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from advisor.core.findings import Recommendation, Semantics
-from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.profiling.session import Session
-from advisor.profiling.training import Training
+from advisor.loop.session import Session
+from advisor.loop.training import Training
+from advisor.profiling.beside.launcher import ScriptCommand, launch
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.trials import records
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.overrides import _get_current_function_mode_stack
 
-from advisor.profiling.annotate import Annotator
-from advisor.profiling.training import RootModule
+from advisor.loop.training import RootModule
+from advisor.profiling.inside.annotate import Annotator
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from advisor import runs
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.verdict import TrialLog
-from advisor.profiling.sampler import Sampler
+from advisor.profiling.beside.sampler import Sampler
 from advisor.userfiles.restore import restore_pending
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms import direct_gradients
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.graphs import calls

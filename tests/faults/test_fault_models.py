@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from advisor.core.transform_table import ROWS
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.base import Undo
 from advisor.transforms.registry import get
 

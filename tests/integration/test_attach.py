@@ -17,11 +17,11 @@ import clocks
 import pytest
 
 from advisor.core import storage
-from advisor.profiling import launcher
-from advisor.profiling.launcher import Exit, ScriptCommand, launch
-from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
-from advisor.profiling.session import Session
-from advisor.profiling.waiting import WAITING, Stage, Waiting
+from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
+from advisor.loop.session import Session
+from advisor.loop.waiting import WAITING, Stage, Waiting
+from advisor.profiling.beside import launcher
+from advisor.profiling.beside.launcher import Exit, ScriptCommand, launch
 from advisor.resources import BOOTSTRAP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -374,10 +374,10 @@ def test_a_fault_of_advisor_leaves_the_training_alone(tmp_path: Path) -> None:
         import sys, importlib.util
         class Plant:
             def find_spec(self, name, path=None, target=None):
-                if name != "advisor.profiling.driver":
+                if name != "advisor.profiling.inside.driver":
                     return None
                 sys.meta_path.remove(self)
-                from advisor.profiling.steps import StepWatcher
+                from advisor.loop.steps import StepWatcher
                 judge = StepWatcher._judge
                 def faulty(self, interval):
                     if self.seen == 5:
@@ -414,7 +414,7 @@ def test_a_process_in_which_advisor_cannot_be_attached_is_ended(tmp_path: Path) 
         import sys
         class Missing:
             def find_spec(self, name, path=None, target=None):
-                if name == "advisor.profiling.driver":
+                if name == "advisor.profiling.inside.driver":
                     raise ModuleNotFoundError("No module named 'planted'")
         sys.meta_path.insert(0, Missing())
         """,
@@ -449,9 +449,9 @@ def test_a_script_that_has_no_steps_is_ended_with_the_reason(
     told: list[dict[str, object]] = []
     limit_s = waits.get("first_step_s", 0.0)
     for name in ("TELL_S", "CUPY_TOLD_S"):
-        monkeypatch.setattr(f"advisor.profiling.waiting.{name}", 0.1)
+        monkeypatch.setattr(f"advisor.loop.waiting.{name}", 0.1)
     for name in waits.keys() - {"first_step_s"}:
-        monkeypatch.setattr(f"advisor.profiling.waiting.{name}", waits[name])
+        monkeypatch.setattr(f"advisor.loop.waiting.{name}", waits[name])
     write(tmp_path, "", "cupy.py")
     write(tmp_path, script + FOR_EVER)
     if limit_s:  # torch's import is not what is waited for
@@ -488,7 +488,7 @@ def test_subprocesses_of_the_script_are_left_alone(tmp_path: Path) -> None:
     )
     _, output, _ = run(tmp_path, "train.py")
     script, below = output.splitlines()[:2]
-    assert script.endswith(os.path.join("advisor", "profiling", "steps.py"))
+    assert script.endswith(os.path.join("advisor", "loop", "steps.py"))
     assert below.startswith("below ")
     assert below.endswith(os.path.join("torch", "autograd", "__init__.py"))
 
@@ -555,9 +555,9 @@ def alive(pid: int) -> bool:
 
 SUPERVISOR = """
 import sys
-from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.profiling.session import Session
-from advisor.profiling.waiting import WAITING, Stage, Waiting
+from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.loop.session import Session
+from advisor.loop.waiting import WAITING, Stage, Waiting
 ended = launch(ScriptCommand.parse([sys.argv[1]]), Session(mode="profile", run_dir="run", script=sys.argv[1]))
 sys.exit(ended.code)
 """

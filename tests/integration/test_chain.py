@@ -78,7 +78,7 @@ def train(steps):
 # With cores to spare a search starts each process while the one before it runs; with two, as in CI, it does not.
 MANY_CORES = """
 from advisor.cli.main import main
-from advisor.profiling import hostload
+from advisor.profiling.machine import hostload
 hostload.cpu_count = lambda: 8
 main()
 """

@@ -28,9 +28,9 @@ from torch import distributed, nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import dispatch, nvrtc
 from advisor.ops.batchnorm_act import api, spec
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import registry
 
 pytestmark = [

@@ -14,9 +14,9 @@ from advisor.core.environment import Environment
 from advisor.core.findings import Outcome
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import StepProfile
-from advisor.profiling.assemble import assemble
-from advisor.profiling.launcher import ScriptCommand, launch
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
+from advisor.profiling.after.assemble import assemble
+from advisor.profiling.beside.launcher import ScriptCommand, launch
 
 MACHINE = Environment(
     device="cpu", copy_gbps=10.0, matrix_tflops={"fp32": 0.1, "bf16": 0.4}, cpu_count=2, torch_compile=True

@@ -12,10 +12,10 @@ from torch import nn
 
 from advisor.bench import hosts, ops, timing, tune, units
 from advisor.core.errors import AdvisorError
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, dispatch, nvrtc
 from advisor.ops.family import Case, Family
 from advisor.ops.moments_cases import APART
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import registry
 
 

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, consumers, dispatch, match
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms.channels_last import ChannelsLast
 
 FAMILIES = ("batchnorm_act", "group_norm", "bias_act", "pooling", "volume_pooling")

@@ -9,8 +9,8 @@ from torch._dynamo.utils import counters
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import dispatch, match
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import capture, registry
 
 

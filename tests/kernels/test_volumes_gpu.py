@@ -10,8 +10,8 @@ from test_dimensions import Diffusing, Half, Signals, Volumes
 from test_padding import Generator
 from torch import nn
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import catalog, dispatch, nvrtc
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import registry
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(reason := nvrtc.unavailable()), reason=reason or "")]

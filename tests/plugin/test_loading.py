@@ -8,7 +8,18 @@ import sys
 import pytest
 from suites import PLUGIN
 
-HEAVY = ("torch", "cupy", "numpy", "yaml", "jinja2", "click", "pynvml", "advisor.profiling", "advisor.analysis")
+HEAVY = (
+    "torch",
+    "cupy",
+    "numpy",
+    "yaml",
+    "jinja2",
+    "click",
+    "pynvml",
+    "advisor.loop",
+    "advisor.profiling",
+    "advisor.analysis",
+)
 # Listed one by one: a module more is a decision, as every test run of every user pays for it.
 AT_IMPORT = {"advisor", "advisor.testing", "advisor.testing.plugin"}
 IN_A_RUN = AT_IMPORT | {"advisor.testing.options", "advisor.core", "advisor.core.errors"}

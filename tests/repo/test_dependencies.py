@@ -28,15 +28,15 @@ MODULES = {
 }
 # What is only asked for, and never needed: who has it, and where.
 ASKED_FOR = {
-    "PIL": ("the script, whose images are its own", {"profiling/normalising.py"}),
-    "triton": ("CUDA builds of torch", {"transforms/compile.py", "profiling/environment.py"}),
-    "IPython": ("the notebook that loads the extension", {"profiling/jupyter.py"}),
+    "PIL": ("the script, whose images are its own", {"profiling/inside/normalising.py"}),
+    "triton": ("CUDA builds of torch", {"transforms/compile.py", "profiling/machine/environment.py"}),
+    "IPython": ("the notebook that loads the extension", {"profiling/beside/jupyter.py"}),
     "sitecustomize": ("the user", {"profiling/bootstrap/sitecustomize.py"}),
 }
 # What an extra brings is for these parts alone, which say so where it is absent.
 OPTIONAL = {
     "cupy": {"ops/cuda_driver.py", "ops/nvrtc.py", "pipeline/inside.py"},
-    "nvidia": {"profiling/cupti.py"},
+    "nvidia": {"profiling/machine/cupti.py"},
     "mcp": {"agents/server.py"},
     "torchvision": {"bench/hosts.py"},
     "pytest": {"testing/options.py", "testing/plugin.py"},

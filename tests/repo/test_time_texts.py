@@ -16,12 +16,12 @@ OWN = (
     "bench/",
     "ops/",
     "core/units.py",
-    "profiling/clock.py",
+    "profiling/machine/clock.py",
     "trials/planfile.py",
     "rules/yaml_nodes.py",
 )
 TOLD = (
-    "profiling/sampler.py",
+    "profiling/beside/sampler.py",
     "analysis/roofline.py",
     "reporting/charts.py",
 )  # "one sample 12 ms beside", "measured bytes"

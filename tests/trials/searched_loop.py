@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.verdict import Check
-from advisor.profiling import attach, graphs, steps, stop, timing
+from advisor.loop import attach, graphs, steps, stop, timing
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import replace_attribute
 from advisor.trials import measure

@@ -7,9 +7,9 @@ import pytest
 from searched_loop import candidates, find, train
 
 from advisor.core import storage
-from advisor.profiling.attach import Attached
-from advisor.profiling.records import NEXT_FILE, STEPS_FILE, StepsRecord
-from advisor.profiling.session import Session
+from advisor.loop.attach import Attached
+from advisor.loop.records import NEXT_FILE, STEPS_FILE, StepsRecord
+from advisor.loop.session import Session
 from advisor.trials import handover, records
 from advisor.trials.live import handed
 from advisor.trials.live.driver import SearchDriver

@@ -7,10 +7,10 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.plan import PlanItem
 from advisor.core.transform_table import ROWS
-from advisor.profiling.assemble import assemble
-from advisor.profiling.attach import Attached
-from advisor.profiling.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
-from advisor.profiling.session import Session
+from advisor.loop.attach import Attached
+from advisor.loop.records import FACTS_FILE, STEPS_FILE, FactsRecord, StepsRecord
+from advisor.loop.session import Session
+from advisor.profiling.after.assemble import assemble
 from advisor.transforms import capture, registry
 from advisor.trials.profile import KeptProfileDriver
 

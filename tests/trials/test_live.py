@@ -15,9 +15,9 @@ from advisor.core import storage
 from advisor.core.findings import Interval
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import Check, Verdict
+from advisor.loop.session import TIMING_FILE, Session
+from advisor.loop.training import RootModule, Training
 from advisor.ops import nvrtc
-from advisor.profiling.session import TIMING_FILE, Session
-from advisor.profiling.training import RootModule, Training
 from advisor.trials import planner, records
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live.blocks import TimedBlocks

@@ -23,7 +23,7 @@ from searched_loop import (
 from advisor.core import storage
 from advisor.core.findings import Interval
 from advisor.core.verdict import Check
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
 from advisor.trials import records
 from advisor.trials.live import blocks, driver
 from advisor.trials.live.blocks import TimedBlocks

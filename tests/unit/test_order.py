@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.profiling.compiles import compiled_graphs
+from advisor.loop.compiles import compiled_graphs
 
 
 @pytest.mark.parametrize("turn", ["first", "second"])

@@ -10,8 +10,9 @@ from advisor import pipeline
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.pipeline import profiling
-from advisor.profiling import environment, launcher, relay
-from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.beside import launcher, relay
+from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.machine import environment
 from advisor.userfiles import restore
 
 

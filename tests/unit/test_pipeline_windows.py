@@ -10,12 +10,12 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
+from advisor.loop.records import STEPS_FILE, StepsRecord
+from advisor.loop.session import Session
+from advisor.loop.waiting import Stage
 from advisor.pipeline.profiling import check_measured, nothing_measured, shorter_session
-from advisor.profiling.driver import MIN_WARMUP
-from advisor.profiling.launcher import Exit
-from advisor.profiling.records import STEPS_FILE, StepsRecord
-from advisor.profiling.session import Session
-from advisor.profiling.waiting import Stage
+from advisor.profiling.beside.launcher import Exit
+from advisor.profiling.inside.driver import MIN_WARMUP
 
 
 def ordered(folder: Path, **record: object) -> Session | None:

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar
 
 from advisor.core import transform_table
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 
 class Unfit(Exception):

@@ -8,8 +8,8 @@ from typing import Any
 from advisor.cupy_loops.changes.base import Change
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.replay.recorder import Recorder
-from advisor.profiling.cupy_surface import Surface, attribute
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
+from advisor.profiling.inside.cupy_surface import Surface, attribute
 
 # Attributes by which others reach an array's memory.
 MEMORY = ("data", "__cuda_array_interface__", "cstruct", "flat", "mdspan")

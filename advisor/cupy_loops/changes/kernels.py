@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from advisor.cupy_loops.changes.base import Change, Unfit
-from advisor.profiling.cupy_surface import SEES
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
+from advisor.profiling.inside.cupy_surface import SEES
 
 STATELESS = ("ElementwiseKernel", "ReductionKernel")
 MOST = 4096  # kernels kept

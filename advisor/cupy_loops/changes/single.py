@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from advisor.cupy_loops.changes.base import Change
-from advisor.profiling.cupy_surface import LOOKS, METHODS, Surface
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
+from advisor.profiling.inside.cupy_surface import LOOKS, METHODS, Surface
 
 DOUBLE, SINGLE = np.dtype(np.float64), np.dtype(np.float32)
 # Binary operations, and the ufunc that takes a `dtype` for each; "r" in front of a name turns the operands round.

@@ -10,7 +10,7 @@ from typing import Any
 
 from advisor.cupy_loops.changes.base import Change, Unfit
 from advisor.cupy_loops.facts import tf32
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 TF32 = 7  # cupy._core's COMPUTE_TYPE_TF32
 

@@ -11,7 +11,7 @@ from advisor.cupy_loops.period import Anchor, find_anchor
 from advisor.cupy_loops.replay import augmented
 from advisor.cupy_loops.replay.calls import Call
 from advisor.cupy_loops.watch import BATCHES, FIRST_LOOK, LOOK_AGAIN
-from advisor.profiling.sources import Lines
+from advisor.loop.sources import Lines
 
 MOST_CALLS = 200_000  # without a period
 SETTLING = 3  # steps that pass between the period and the recording: state that comes with the first steps is there

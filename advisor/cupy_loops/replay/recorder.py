@@ -22,7 +22,7 @@ from advisor.cupy_loops.replay.beside import loaded_beside
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
 from advisor.cupy_loops.replay.understand import CannotCapture, understand
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 MOST_REFUSED = 24  # calls that a graph cannot hold
 ATTEMPTS = 8  # programs made, before the loop is left alone

@@ -19,7 +19,7 @@ from advisor.cupy_loops.replay.calls import (
     flat,
     same,
 )
-from advisor.profiling.cupy_surface import LOOKS
+from advisor.profiling.inside.cupy_surface import LOOKS
 
 # Of two operands one may be a number that differs from step to step: in the graph it is an array without dimensions.
 _WITH_NUMBERS = frozenset(

@@ -35,7 +35,7 @@ def _say(text: str) -> None:
 
 
 def _tell(event: str, error: str = "") -> None:
-    """One line to the supervisor, as profiling/session.py's `tell` writes it: that may be what cannot be imported here."""
+    """One line to the supervisor, as loop/session.py's `tell` writes it: that may be what cannot be imported here."""
     try:
         import time
 
@@ -267,7 +267,7 @@ def _attach(how: str, *, rank: bool = False) -> None:
     """
     try:
         _make_importable()
-        from advisor.profiling.session import from_environment
+        from advisor.loop.session import from_environment
 
         session = from_environment()
         if session is not None and not (rank and session.mode == "search" and _ranks() > 1):

@@ -17,7 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from advisor.core.errors import first_line
-from advisor.profiling import compiles
+from advisor.loop import compiles
 from advisor.transforms import tf32
 from advisor.transforms.forward import CAPTURED, ForwardStack
 from advisor.transforms.graphs import hooks

@@ -14,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.images import NormalisedImages
 
 # A script, or a change, may draw ahead: the batch in use is one of the last few drawn.

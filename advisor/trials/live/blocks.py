@@ -12,9 +12,9 @@ from statistics import median
 import torch
 
 from advisor.core.verdict import INCONCLUSIVE, KEPT
-from advisor.profiling import graphs
-from advisor.profiling.timing import lags_us, mark, step_times
-from advisor.profiling.training import StepEvent
+from advisor.loop import graphs
+from advisor.loop.timing import lags_us, mark, step_times
+from advisor.loop.training import StepEvent
 from advisor.transforms.graphs import captured
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.limit import Limit, OutOfTime

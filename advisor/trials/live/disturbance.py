@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from advisor.profiling import nvml
+from advisor.profiling.machine import nvml
 
 # Earlier blocks of an arm that a block is held against; before there are so many none is disturbed by comparison.
 LEAST_BLOCKS = 4

@@ -22,12 +22,12 @@ import torch
 from advisor.core import storage, transform_table
 from advisor.core.findings import Recommendation
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
-from advisor.profiling.attach import attach_training
-from advisor.profiling.session import Session, tell
-from advisor.profiling.steps import StepWatcher
-from advisor.profiling.stop import stop
-from advisor.profiling.timing import step_times
-from advisor.profiling.training import StepEvent, Training
+from advisor.loop.attach import attach_training
+from advisor.loop.session import Session, tell
+from advisor.loop.steps import StepWatcher
+from advisor.loop.stop import stop
+from advisor.loop.timing import step_times
+from advisor.loop.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle

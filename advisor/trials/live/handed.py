@@ -9,12 +9,12 @@ import torch
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
-from advisor.profiling.attach import Attached, attach_training
-from advisor.profiling.driver import ProfileDriver
-from advisor.profiling.records import NEXT_FILE
-from advisor.profiling.session import Session
-from advisor.profiling.stop import stop
-from advisor.profiling.training import StepEvent
+from advisor.loop.attach import Attached, attach_training
+from advisor.loop.records import NEXT_FILE
+from advisor.loop.session import Session
+from advisor.loop.stop import stop
+from advisor.loop.training import StepEvent
+from advisor.profiling.inside.driver import ProfileDriver
 from advisor.trials import fresh, measure, records
 from advisor.trials.handover import ENDS
 from advisor.trials.live.driver import SearchDriver, name_native_faults

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator
 
-from advisor.profiling.kernel_time import KernelTime
-from advisor.profiling.training import StepEvent
+from advisor.loop.training import StepEvent
+from advisor.profiling.inside.kernel_time import KernelTime
 from advisor.trials.live.loop import Loop
 
 # Of so many times as many steps none need be clean (short epochs, evaluation) before it is given up.

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
 from advisor.trials.budget import LATE
 
 # Over a trial's own limit the process is ended by the kernel: a compiler that hangs cannot be asked to stop.

@@ -10,9 +10,9 @@ import torch
 from advisor.core import storage, transform_table
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Verdict
-from advisor.profiling.session import Session
-from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import Training
+from advisor.loop.session import Session
+from advisor.loop.steps import StepWatcher
+from advisor.loop.training import Training
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
 from advisor.trials import records, spent

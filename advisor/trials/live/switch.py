@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from advisor.core.stderr import say
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.base import Transform
 from advisor.trials.kept import Standing
 

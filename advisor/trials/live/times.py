@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from advisor.core.verdict import INCONCLUSIVE, KEPT, Blocks
-from advisor.profiling.timing import spread
+from advisor.loop.timing import spread
 from advisor.trials.live import sizes
 from advisor.trials.live.sizes import Part
 from advisor.trials.records import InTrial

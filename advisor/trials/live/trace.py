@@ -8,10 +8,10 @@ from collections.abc import Generator
 
 from advisor.core.environment import Environment
 from advisor.core.profile import StepProfile
-from advisor.profiling.aggregate import aggregate
-from advisor.profiling.collector import TraceCollector
-from advisor.profiling.facts import model_facts
-from advisor.profiling.training import StepEvent
+from advisor.loop.training import StepEvent
+from advisor.profiling.after.aggregate import aggregate
+from advisor.profiling.inside.collector import TraceCollector
+from advisor.profiling.inside.facts import model_facts
 from advisor.transforms.graphs import calls
 from advisor.trials.live.loop import Loop
 

@@ -15,12 +15,12 @@ from advisor.core import transform_table
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
+from advisor.loop import graphs
+from advisor.loop.attach import Attached
+from advisor.loop.discover import capture_next_step
+from advisor.loop.steps import BACKWARDS, SHAPES
+from advisor.loop.training import StepEvent
 from advisor.ops.verify import unusable
-from advisor.profiling import graphs
-from advisor.profiling.attach import Attached
-from advisor.profiling.discover import capture_next_step
-from advisor.profiling.steps import BACKWARDS, SHAPES
-from advisor.profiling.training import StepEvent
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
 from advisor.trials import planner, records, spent

@@ -24,9 +24,9 @@ from torch.utils import _pytree as pytree
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.profiling.discover import capture_next_step
-from advisor.profiling.steps import StepWatcher
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.discover import capture_next_step
+from advisor.loop.steps import StepWatcher
+from advisor.loop.training import RootModule, Training
 from advisor.trials.numerics.appeal import close_by, yardstick
 from advisor.trials.numerics.bounds import DRAW_FACTOR, joined
 from advisor.trials.numerics.compared import compare

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms.patch import write
 from advisor.transforms.replay import note, put_back, reached_by_hooks
 

@@ -22,7 +22,7 @@ from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
-from advisor.profiling import steps
+from advisor.loop import steps
 from advisor.reporting import wording
 from advisor.resources import kernel_entries
 

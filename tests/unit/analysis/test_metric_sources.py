@@ -11,12 +11,12 @@ from advisor.analysis import metrics
 from advisor.core.metrics import BY_NAME, SPECS
 from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Spread, StepProfile
 from advisor.core.provenance import Provenance
-from advisor.profiling import facts
-from advisor.profiling.aggregate import Aggregate
-from advisor.profiling.assemble import _from_steps, _from_trace
-from advisor.profiling.discover import Observations
-from advisor.profiling.records import StepsRecord
-from advisor.profiling.sampler import Recording, summarise
+from advisor.loop.discover import Observations
+from advisor.loop.records import StepsRecord
+from advisor.profiling.after.aggregate import Aggregate
+from advisor.profiling.after.assemble import _from_steps, _from_trace
+from advisor.profiling.beside.sampler import Recording, summarise
+from advisor.profiling.inside import facts
 
 ROW = profiles.resnet50().kernels[1]
 

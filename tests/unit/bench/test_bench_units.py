@@ -10,9 +10,9 @@ from emulation.cupti import FakeCupti
 from fake_device import Device
 
 from advisor.bench import units
-from advisor.profiling import cupti
-from advisor.profiling.cupti import CountersUnavailable
-from advisor.profiling.pmsampling import Samples
+from advisor.profiling.machine import cupti
+from advisor.profiling.machine.cupti import CountersUnavailable
+from advisor.profiling.machine.pmsampling import Samples
 
 INTERVAL_NS = 20_000
 MEMORY = f"dram__throughput{units.SUFFIX}"

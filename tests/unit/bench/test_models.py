@@ -20,7 +20,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan
 from advisor.core.profile import ConvFact, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Round, StackVerdict, TrialLog, Verdict
-from advisor.profiling.launcher import Exit
+from advisor.profiling.beside.launcher import Exit
 from advisor.runs import PROFILE_FILE
 from advisor.trials import planfile, records
 

@@ -16,8 +16,8 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
 from advisor.ops.family import Case, Family, Work, kernel_sha
-from advisor.profiling import counters as hardware
-from advisor.profiling.cupti import CountersUnavailable
+from advisor.profiling.machine import counters as hardware
+from advisor.profiling.machine.cupti import CountersUnavailable
 
 BN = catalog.get("batchnorm_act")
 

@@ -455,13 +455,13 @@ def test_bench_hosts(invoke, monkeypatch, tmp_path):
 
 @pytest.fixture
 def checks(monkeypatch):
-    from advisor.profiling.doctor import Check, Status
+    from advisor.cli.examination import Check, Status
 
     found = (
         Check(name="GPU", status=Status.OK, found="NVIDIA H200"),
         Check(name="counters", status=Status.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."),
     )
-    monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: found)
+    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure: found)
 
 
 def test_doctor_recovers_one_run_or_all_that_are_here(invoke, pipeline):

@@ -50,7 +50,7 @@ WORK = {
     "rules lint": "advisor.rules.check",
     "rules test": "advisor.rules.load",
     "bench": "advisor.bench.ops.run",
-    "doctor": "advisor.profiling.doctor.checks",
+    "doctor": "advisor.cli.examination.checks",
 }
 
 
@@ -60,7 +60,7 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.yaml").write_text("schema_version: 1\nscript: train.py\nitems: []\n", encoding="utf-8")
     monkeypatch.setattr("advisor.bench.ops.run", lambda **_: ExitCode.OK)
-    monkeypatch.setattr("advisor.profiling.doctor.checks", lambda *, measure: ())
+    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure: ())
     monkeypatch.setattr("advisor.trials.ledger.told_here", lambda: "")
 
 

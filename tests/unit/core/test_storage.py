@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core import storage
-from advisor.profiling.session import Session, tell
+from advisor.loop.session import Session, tell
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)

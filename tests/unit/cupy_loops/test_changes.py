@@ -17,9 +17,9 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.cupy_loops import attach
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.changes.single import Single
-from advisor.profiling import stop
-from advisor.profiling.patches import Patches
-from advisor.profiling.session import Session
+from advisor.loop import stop
+from advisor.loop.patches import Patches
+from advisor.loop.session import Session
 from advisor.trials import planfile
 from advisor.trials.records import MEASURE_FILE, Measurement
 

@@ -12,7 +12,7 @@ import stub_cupy
 from advisor.cupy_loops.changes.graphs import Graphs
 from advisor.cupy_loops.replay.arena import Plain
 from advisor.cupy_loops.replay.recorder import OFF, REPLAY, Recorder
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 Loop = Callable[[Any, int], list[Any]]
 

@@ -10,7 +10,7 @@ import test_cupy_replay
 
 from advisor.cupy_loops.changes.graphs import Graphs
 from advisor.cupy_loops.replay.recorder import REPLAY
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 pytestmark = pytest.mark.gpu
 

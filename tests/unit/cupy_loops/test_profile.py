@@ -13,11 +13,11 @@ from advisor.core import storage
 from advisor.cupy_loops import attach
 from advisor.cupy_loops.period import REPEATS
 from advisor.cupy_loops.watch import Watcher
-from advisor.profiling import stop
-from advisor.profiling.cupy_surface import Surface
-from advisor.profiling.patches import Patches
-from advisor.profiling.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
-from advisor.profiling.session import Session
+from advisor.loop import stop
+from advisor.loop.patches import Patches
+from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
+from advisor.loop.session import Session
+from advisor.profiling.inside.cupy_surface import Surface
 
 
 def train(cp: Any, steps: int, after: Any = None) -> None:

@@ -16,8 +16,8 @@ from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
 from advisor.distributed.shards import Loaders
+from advisor.loop.patches import Patches
 from advisor.ops.batchnorm_act import rewrite
-from advisor.profiling.patches import Patches
 from advisor.transforms import targets
 
 pytestmark = pytest.mark.usefixtures("process_group")

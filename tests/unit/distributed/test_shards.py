@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Te
 
 from advisor.distributed import shards
 from advisor.distributed.refused import Refused
-from advisor.profiling.patches import Patches
+from advisor.loop.patches import Patches
 
 
 @pytest.mark.parametrize(("size", "ranks"), [(8, 2), (8, 3), (7, 3), (3, 3)])

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.testing import allocations
 from advisor.testing.live import LiveStep
 
@@ -83,7 +83,7 @@ def test_state_from_before_counts_once() -> None:
         optimizer.step()
 
     step()
-    from advisor.profiling.training import RootModule
+    from advisor.loop.training import RootModule
 
     training = Training(device=torch.device("cpu"), roots=[RootModule(model, "Linear")], optimizers=[optimizer])
     found = allocations.watch(LiveStep(call=step, training=training))

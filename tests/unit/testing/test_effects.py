@@ -12,7 +12,7 @@ from torch import nn
 import advisor
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan, PlanItem
-from advisor.profiling.attach import Attached
+from advisor.loop.attach import Attached
 from advisor.testing.measuring import measure
 from advisor.trials import planfile
 

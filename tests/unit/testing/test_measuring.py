@@ -16,7 +16,8 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling import attach, discover, driver
+from advisor.loop import attach, discover
+from advisor.profiling.inside import driver
 from advisor.testing import allocations, host_reads, measuring
 from advisor.testing.measured import Measured
 from advisor.testing.measuring import measure, training_step

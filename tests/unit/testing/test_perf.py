@@ -13,7 +13,7 @@ from torch import nn
 
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import ProfilerCost
-from advisor.profiling import environment
+from advisor.profiling.machine import environment
 from advisor.testing import baselines
 from advisor.testing.marker import Marked
 from advisor.testing.measured import CannotJudge, Measured

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 
 BATCH, CHANNELS, SIZE, CLASSES = 4, 3, 8, 5
 

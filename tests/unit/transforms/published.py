@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 
 
 @dataclass

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from advisor.core.profile import KernelRow
-from advisor.profiling import ranks
+from advisor.loop import ranks
 from advisor.transforms import scaling
 from advisor.transforms.autocast import AutocastBf16, AutocastFp16
 from advisor.transforms.base import Undo

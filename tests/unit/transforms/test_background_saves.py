@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.profiling.training import Training
+from advisor.loop.training import Training
 from advisor.transforms import registry
 from advisor.transforms.background_saves import Saves
 

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops.weight_casts import cast_weights
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import beside, cuda_graphs
 from advisor.transforms.beside import WeightGradientsBeside
 from advisor.transforms.cuda_graphs import CudaGraphs

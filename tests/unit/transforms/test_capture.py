@@ -18,10 +18,10 @@ from torch._dynamo.utils import counters
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.hooks import RemovableHandle
 
+from advisor.loop import attach
+from advisor.loop.session import Session
+from advisor.loop.training import RootModule, StepEvent, Training
 from advisor.ops import match
-from advisor.profiling import attach
-from advisor.profiling.session import Session
-from advisor.profiling.training import RootModule, StepEvent, Training
 from advisor.transforms import capture
 from advisor.transforms.forward import AUTOCAST, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.targets import targets

@@ -23,8 +23,8 @@ from loops import (
 from torch import nn
 
 from advisor.core.profile import KernelRow
-from advisor.profiling import ranks
-from advisor.profiling.training import RootModule, Training
+from advisor.loop import ranks
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
 from advisor.transforms.graphs import calls

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from advisor.core.held import ACTIVATION
-from advisor.profiling.held import Look
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
+from advisor.profiling.inside.held import Look
 from advisor.transforms import registry
 
 PARAMETERS = {"modules": "Net.1,Net.2"}

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.gradient_stream import GradientStream
 from advisor.transforms.graphs import captured

@@ -8,8 +8,8 @@ from torch import nn
 
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.shards import Loaders
-from advisor.profiling.patches import Patches
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.patches import Patches
+from advisor.loop.training import RootModule, Training
 from advisor.transforms import registry
 from advisor.transforms.forward import REPLICATED, ForwardStack
 

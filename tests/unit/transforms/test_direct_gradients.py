@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms import direct_gradients
 from advisor.transforms.base import Undo
 from advisor.transforms.cuda_graphs import CudaGraphs

@@ -15,7 +15,7 @@ from emulation.graphs import Graph, graphs
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms import capture
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.graphs import calls, hooks, host_values

@@ -12,7 +12,7 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.core.profile import KernelRow, ModelFacts, StepProfile
-from advisor.profiling.training import RootModule
+from advisor.loop.training import RootModule
 from advisor.transforms import registry
 from advisor.transforms.channels_last import ChannelsLast
 from advisor.transforms.guides import GuidesBf16

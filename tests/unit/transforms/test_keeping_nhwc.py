@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from advisor.loop.training import RootModule, Training
 from advisor.ops import concatenation
-from advisor.profiling.training import RootModule, Training
 from advisor.transforms import keeping_nhwc
 from advisor.transforms.channels_last import ChannelsLast
 

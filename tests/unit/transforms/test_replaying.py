@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from advisor.profiling.training import RootModule
+from advisor.loop.training import RootModule
 from advisor.transforms.replay import hooked, replay
 
 

@@ -14,9 +14,9 @@ from torch import distributed, nn
 from advisor.core.findings import Recommendation
 from advisor.core.verdict import FAILED, KEPT, NOT_APPLICABLE, REVERTED
 from advisor.distributed.board import Board
-from advisor.profiling.session import Session
-from advisor.profiling.stop import StopTraining, forget
-from advisor.profiling.training import RootModule, StepEvent, Training
+from advisor.loop.session import Session
+from advisor.loop.stop import StopTraining, forget
+from advisor.loop.training import RootModule, StepEvent, Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.trials import across, ranks, records
 

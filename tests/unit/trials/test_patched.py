@@ -8,7 +8,7 @@ import pytest
 from advisor.core import storage
 from advisor.core.attempt import Attempt
 from advisor.core.errors import AdvisorError
-from advisor.profiling.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.launcher import Exit, ScriptCommand
 from advisor.trials import patched, records, shadow
 
 PATCH = """\

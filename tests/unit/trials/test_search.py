@@ -14,10 +14,10 @@ from advisor.core.environment import Environment
 from advisor.core.findings import Findings, Interval, Recommendation, Semantics
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import TrialLog, Verdict
-from advisor.profiling.launcher import Exit, ScriptCommand
-from advisor.profiling.records import NEXT_FILE
-from advisor.profiling.session import Session
-from advisor.profiling.waiting import Stage, patience_s
+from advisor.loop.records import NEXT_FILE
+from advisor.loop.session import Session
+from advisor.loop.waiting import Stage, patience_s
+from advisor.profiling.beside.launcher import Exit, ScriptCommand
 from advisor.reporting import terminal_trials, wording
 from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer

@@ -1,15 +1,10 @@
 """What disturbs a block, planted in a fake driver and a fake /proc."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
 from fake_nvml import GPU_IS_LOST, FakeNvml
 
-from advisor.profiling import nvml
+from advisor.profiling.machine import nvml
 from advisor.trials.live import disturbance
 from advisor.trials.live.disturbance import LEAST_BLOCKS, MachineWatch
 

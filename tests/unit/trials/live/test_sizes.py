@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.core.verdict import KEPT
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
 from advisor.trials.live import sizes
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit

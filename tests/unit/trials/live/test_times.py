@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from advisor.core.findings import Interval
-from advisor.profiling.session import Session
+from advisor.loop.session import Session
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit
 from advisor.trials.live.times import Arm, Times

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from advisor.core.trace import Trace
-from advisor.profiling.session import Session
-from advisor.profiling.training import StepEvent, Training
+from advisor.loop.session import Session
+from advisor.loop.training import StepEvent, Training
 from advisor.trials.kept import KeptChanges
 from advisor.trials.live import trace
 from advisor.trials.live.loop import Loop

@@ -9,7 +9,7 @@ from clocks import Clock
 from torch import nn
 
 from advisor.core.findings import Semantics
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.transforms.fused_optimizer import FusedOptimizer
 from advisor.trials.numerics import appeal, bounds, plain, precision, replay
 from advisor.trials.numerics.distance import Distance

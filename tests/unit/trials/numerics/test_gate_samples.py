@@ -8,7 +8,7 @@ from torch import nn
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.profiling.training import RootModule, Training
+from advisor.loop.training import RootModule, Training
 from advisor.trials.numerics.gate import Gate
 from advisor.trials.numerics.replay import _reordered
 

@@ -1,0 +1,442 @@
+"""What this machine offers advisor, and what to do about what it does not: the facts behind `advisor doctor`.
+
+`gather` asks the machine; whatever could crash, hang or be slow runs in a process of its own. `judge` turns the answers
+into checks and touches nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from advisor.core.cache import cache_dir
+from advisor.core.environment import Environment
+from advisor.core.errors import AdvisorError
+from advisor.core.units import bytes_text, rate_text
+from advisor.profiling.beside import bytecode
+from advisor.profiling.machine import counters, environment, nvml
+
+OLDEST_PYTHON = (3, 10)
+OLDEST_TORCH = (2, 8)
+GPU_TESTED_ARCH = 80  # bundled kernels use bf16 and asynchronous copies, which begin with Ampere
+SLOW_CLOCK_FRAC = 0.5  # a GPU whose SM clock under no load is locked this far down will not reach its rates
+_CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+_PARAMETERS = Path("/proc/driver/nvidia/params")
+
+
+class Status(str, Enum):
+    """How a check went."""
+
+    OK = "ok"
+    WARN = "warn"  # works, with less
+    MISSING = "missing"  # a part of advisor cannot work
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One line of `advisor doctor`."""
+
+    name: str
+    status: Status
+    found: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What was found on this machine. Empty texts and None mean: not there, or it could not be told."""
+
+    python: tuple[int, int, int] = (0, 0, 0)
+    linux: bool = True
+    torch: str = ""  # installed version
+    environment: Environment | None = None
+    environment_error: str = ""
+    gpu: dict[str, str] = field(default_factory=dict)  # name, uuid and driver as NVML tells them
+    nvml_error: str = ""
+    driver_cuda: tuple[int, int] | None = None  # newest CUDA that the driver runs
+    constants: dict[str, float] = field(default_factory=dict)
+    reading: dict[str, float] = field(default_factory=dict)
+    gpm: bool = False
+    gpm_error: str = ""
+    mig: bool = False
+    processes: tuple[int, ...] | None = None  # with compute work on the GPU
+    admin_only: bool | None = None  # RmProfilingAdminOnly of the kernel module
+    counters: bool = False
+    counters_error: str = ""
+    cupy: tuple[str, ...] = ()  # "name version" of each installed CuPy distribution
+    cupy_error: str = ""  # why it does not import or compile; "" when it does or was not tried
+    calls_error: str = ""  # why kernels' calls are not replayed from C++; likewise
+    old_pynvml: str = ""  # version of the deprecated `pynvml` distribution
+    triton: str = ""
+    compiler: str = ""  # path of a C++ compiler
+    c_compiler: str = ""
+    cache: str = ""
+    cache_error: str = ""
+    compiled_error: str = ""  # why torch's Python modules are compiled anew at each start
+
+
+def checks(*, measure: bool = False) -> tuple[Check, ...]:
+    """All checks of this machine, in the order to read them. With `measure`, rates that were kept are taken anew."""
+    return judge(gather(measure=measure))
+
+
+def gather(*, measure: bool = False) -> Facts:
+    """Ask the machine. Takes some ten seconds on a GPU when rates are measured, two when they were kept, half a minute at the first time of
+    all, which compiles; never raises."""
+    found: dict[str, object] = {}
+    found.update(_nvml_facts())
+    try:
+        found["environment"] = environment.probe(use_cache=not measure)
+    except AdvisorError as error:
+        found["environment_error"] = str(error)
+    on_gpu = isinstance(env := found.get("environment"), Environment) and env.device == "cuda"
+    if on_gpu:
+        found["counters"], found["counters_error"] = counters.preflight()
+    cupy = tuple(f"{name} {version}" for name in _CUPY if (version := _version(name)))
+    if cupy and on_gpu:
+        found["cupy_error"] = _try_cupy()
+        found["calls_error"] = _try_calls()
+    cache, cache_error = _try_cache()
+    return Facts(
+        python=sys.version_info[:3],
+        linux=sys.platform.startswith("linux"),
+        torch=_version("torch"),
+        admin_only=_admin_only(),
+        cupy=cupy,
+        old_pynvml=_version("pynvml"),
+        triton=_version("triton"),
+        compiler=_which(os.environ.get("CXX", ""), "g++", "clang++"),
+        c_compiler=_which(os.environ.get("CC", ""), "gcc", "clang", "cc"),
+        cache=cache,
+        cache_error=cache_error,
+        compiled_error=bytecode.hindrance(),
+        **found,  # type: ignore[arg-type]
+    )
+
+
+def judge(facts: Facts) -> tuple[Check, ...]:
+    """The checks that these facts lead to. A machine without a GPU gets no complaint about GPU parts."""
+    general = (_python(facts), _torch(facts), _modules(facts), _compiler(facts), _cache(facts), _rates(facts))
+    if not (facts.gpu or (facts.environment and facts.environment.device == "cuda")):
+        return (*general[:3], _no_gpu(facts), *general[3:])
+    return (
+        *general[:3],
+        _driver(facts),
+        _cupy(facts),
+        _calls(facts),
+        _nvml(facts),
+        _gpm(facts),
+        _counters(facts),
+        _mig(facts),
+        _neighbours(facts),
+        _clocks(facts),
+        *general[3:],
+    )
+
+
+def _python(facts: Facts) -> Check:
+    version = ".".join(map(str, facts.python))
+    if facts.python[:2] < OLDEST_PYTHON:
+        return Check(name="Python", status=Status.MISSING, found=version, fix="Use Python 3.10 or newer.")
+    if not facts.linux:
+        fix = "Training is profiled on every system; GPU counters and process load on Linux only."
+        return Check(name="Python", status=Status.WARN, found=f"{version} on {platform.system()}", fix=fix)
+    return Check(name="Python", status=Status.OK, found=version)
+
+
+def _torch(facts: Facts) -> Check:
+    if not facts.torch:
+        fix = "Install torch 2.8 or newer in this environment."
+        return Check(name="PyTorch", status=Status.MISSING, found="not installed", fix=fix)
+    if _pair(facts.torch) < OLDEST_TORCH:
+        fix = "Use torch 2.8 or newer."
+        return Check(name="PyTorch", status=Status.MISSING, found=facts.torch, fix=fix)
+    env = facts.environment
+    if env is None:
+        return Check(
+            name="PyTorch",
+            status=Status.MISSING,
+            found=f"{facts.torch}, but trying it failed: {facts.environment_error}",
+            fix="Repair the installation.",
+        )
+    if env.device == "cuda":
+        return Check(name="PyTorch", status=Status.OK, found=f"{env.torch}, CUDA {env.cuda}, cuDNN {env.cudnn}")
+    if facts.gpu and "+cpu" in env.torch:
+        fix = "Install a CUDA build of torch."
+        return Check(name="PyTorch", status=Status.WARN, found=f"{env.torch}: a CPU build beside a GPU", fix=fix)
+    if facts.gpu:
+        fix = "Compare CUDA_VISIBLE_DEVICES, the driver and torch's CUDA version."
+        return Check(name="PyTorch", status=Status.WARN, found=f"{env.torch} does not see the GPU", fix=fix)
+    return Check(name="PyTorch", status=Status.OK, found=env.torch)
+
+
+def _modules(facts: Facts) -> Check:
+    if not facts.compiled_error:
+        return Check(
+            name="Compiled modules", status=Status.OK, found="Python keeps them" if facts.torch else "no torch"
+        )
+    return Check(
+        name="Compiled modules",
+        status=Status.WARN,
+        found=f"torch's are made anew at each start of Python, which takes seconds: {facts.compiled_error}",
+        fix=f"Once, as who may write there: python -m compileall -q {sysconfig.get_path('purelib')}. A search keeps its own.",
+    )
+
+
+def _no_gpu(facts: Facts) -> Check:
+    why = facts.nvml_error or "none is visible"
+    return Check(
+        name="GPU",
+        status=Status.WARN,
+        found=f"no NVIDIA GPU ({why})",
+        fix="Nothing to do on a machine without one: CPU timings and modelled bytes are used.",
+    )
+
+
+def _driver(facts: Facts) -> Check:
+    name, driver = facts.gpu.get("name", "GPU"), facts.gpu.get("driver", "")
+    text = f"{driver or 'version not known'}, {name}"
+    wanted = facts.environment.cuda if facts.environment else ""
+    if facts.driver_cuda and wanted and facts.driver_cuda[0] < _pair(wanted)[0]:
+        runs = ".".join(map(str, facts.driver_cuda))
+        fix = f"Update the driver, or install torch for CUDA {facts.driver_cuda[0]}."
+        return Check(
+            name="Driver", status=Status.MISSING, found=f"{text}: runs CUDA {runs}, torch needs {wanted}", fix=fix
+        )
+    arch = facts.environment.sm_arch if facts.environment else 0
+    if 0 < arch < GPU_TESTED_ARCH:
+        fix = "Profiling and PyTorch's own options work; bundled kernels need Ampere (sm_80) or newer."
+        return Check(name="Driver", status=Status.WARN, found=f"{text} (sm_{arch})", fix=fix)
+    return Check(name="Driver", status=Status.OK, found=text)
+
+
+def _cupy(facts: Facts) -> Check:
+    cuda = _pair(facts.environment.cuda)[0] if facts.environment and facts.environment.cuda else 0
+    extra = f'pip install "cnn-advisor[cuda{cuda}]"' if cuda in (12, 13) else "Install the CuPy of torch's CUDA major."
+    if not facts.cupy:
+        found = "not installed: bundled kernels stay off"
+        return Check(name="CuPy", status=Status.MISSING, found=found, fix=extra)
+    text = ", ".join(facts.cupy)
+    if len(facts.cupy) > 1:
+        fix = "Keep only one; they overwrite each other's files."
+        return Check(name="CuPy", status=Status.WARN, found=f"{text} together", fix=fix)
+    name = facts.cupy[0].split()[0]
+    if cuda and name.startswith("cupy-cuda") and name != f"cupy-cuda{cuda}x":
+        fix = f"pip uninstall {name}; {extra}"
+        return Check(name="CuPy", status=Status.MISSING, found=f"{text}, but torch uses CUDA {cuda}", fix=fix)
+    if facts.cupy_error:
+        return Check(name="CuPy", status=Status.MISSING, found=f"{text}: {facts.cupy_error}", fix=f"Reinstall: {extra}")
+    return Check(name="CuPy", status=Status.OK, found=text)
+
+
+def _calls(facts: Facts) -> Check:
+    if not facts.cupy:
+        return Check(name="Kernels' calls", status=Status.OK, found="no CuPy, no kernels")
+    if facts.calls_error:
+        fix = "Install g++ and Python's headers: without them kernels cost the host three times as much, where no CUDA graph spares it."
+        return Check(name="Kernels' calls", status=Status.WARN, found=f"from Python: {facts.calls_error}", fix=fix)
+    return Check(name="Kernels' calls", status=Status.OK, found="replayed from C++")
+
+
+def _nvml(facts: Facts) -> Check:
+    if facts.nvml_error:
+        fix = "Power, clocks and utilisation stay unknown until NVML works."
+        return Check(name="NVML", status=Status.WARN, found=facts.nvml_error, fix=fix)
+    if facts.old_pynvml:
+        found = f"works; the deprecated package pynvml {facts.old_pynvml} is installed too"
+        return Check(name="NVML", status=Status.WARN, found=found, fix="pip uninstall pynvml; pip install nvidia-ml-py")
+    return Check(name="NVML", status=Status.OK, found="power, clocks, temperature and memory can be read")
+
+
+def _gpm(facts: Facts) -> Check:
+    if facts.gpm:
+        return Check(name="GPM", status=Status.OK, found="SM, tensor-core and DRAM activity can be read")
+    fix = "Those three stay unknown, or come from the trace."
+    return Check(name="GPM", status=Status.WARN, found=facts.gpm_error or "not available", fix=fix)
+
+
+def _counters(facts: Facts) -> Check:
+    name = "Hardware counters"
+    if facts.counters:
+        return Check(name=name, status=Status.OK, found="DRAM bytes can be counted")
+    found = facts.counters_error or "not tried, since torch sees no GPU"
+    fix = "DRAM bytes are modelled from shapes instead."
+    if facts.admin_only:
+        found += "; the driver has RmProfilingAdminOnly: 1"
+        fix = "Load the nvidia module with NVreg_RestrictProfilingToAdminUsers=0, or give the process CAP_SYS_ADMIN."
+    return Check(name=name, status=Status.WARN, found=found, fix=fix)
+
+
+def _mig(facts: Facts) -> Check:
+    if facts.mig:
+        fix = (
+            "Hardware counters and NVML's utilisation do not exist for a slice; clocks and power are the whole board's."
+        )
+        return Check(name="MIG", status=Status.WARN, found="the GPU is a MIG slice", fix=fix)
+    return Check(name="MIG", status=Status.OK, found="the GPU is not sliced")
+
+
+def _neighbours(facts: Facts) -> Check:
+    name = "Other GPU processes"
+    if facts.processes is None:
+        return Check(
+            name=name, status=Status.WARN, found="cannot be told here", fix="Look with nvidia-smi on the host."
+        )
+    if facts.processes:
+        found = f"{len(facts.processes)} on this GPU: {', '.join(map(str, facts.processes[:5]))}"
+        fix = "Measure when the GPU is free, or choose another with CUDA_VISIBLE_DEVICES."
+        return Check(name=name, status=Status.WARN, found=found, fix=fix)
+    return Check(name=name, status=Status.OK, found="none")
+
+
+def _clocks(facts: Facts) -> Check:
+    clock, top = facts.reading.get("sm_clock_mhz"), facts.constants.get("sm_clock_max_mhz")
+    if clock is None:
+        return Check(name="Clocks", status=Status.WARN, found="cannot be read", fix="Throttling would go unseen.")
+    text = f"SM {clock:.0f} of {top:.0f} MHz" if top else f"SM {clock:.0f} MHz"
+    if "temperature_c" in facts.reading:
+        text += f", {facts.reading['temperature_c']:.0f} °C"
+    reasons = int(facts.reading.get("clock_reasons", 0))
+    if reasons & nvml.THROTTLED:
+        fix = "Let it cool, or see to its power and airflow; timings taken now are slow."
+        return Check(name="Clocks", status=Status.WARN, found=f"{text}, throttled", fix=fix)
+    if reasons & nvml.LOCKED and top and clock < SLOW_CLOCK_FRAC * top:
+        return Check(
+            name="Clocks", status=Status.WARN, found=f"{text}, locked low", fix="nvidia-smi --reset-gpu-clocks"
+        )
+    return Check(name="Clocks", status=Status.OK, found=text)
+
+
+def _compiler(facts: Facts) -> Check:
+    name = "torch.compile"
+    on_gpu = facts.environment is not None and facts.environment.device == "cuda"
+    if on_gpu and not facts.triton:
+        fix = "pip install triton (it comes with CUDA builds of torch)"
+        return Check(name=name, status=Status.MISSING, found="no Triton: torch.compile will not be tried", fix=fix)
+    compiler = facts.c_compiler if on_gpu else facts.compiler
+    if not compiler:
+        language = "C" if on_gpu else "C++"
+        return Check(
+            name=name,
+            status=Status.MISSING,
+            found=f"no {language} compiler: torch.compile will not be tried",
+            fix="Install gcc and g++.",
+        )
+    return Check(name=name, status=Status.OK, found=f"Triton {facts.triton}, {compiler}" if on_gpu else compiler)
+
+
+def _cache(facts: Facts) -> Check:
+    if facts.cache_error:
+        fix = "Set XDG_CACHE_HOME to a folder you can write to; without it rates and kernels are made anew each run."
+        return Check(name="Cache folder", status=Status.WARN, found=f"{facts.cache}: {facts.cache_error}", fix=fix)
+    return Check(name="Cache folder", status=Status.OK, found=facts.cache)
+
+
+def _rates(facts: Facts) -> Check:
+    env = facts.environment
+    if env is None or env.copy_gbps <= 0:
+        found = facts.environment_error or (env.notes[-1] if env and env.notes else "not measured")
+        fix = "Without them no speed-of-light limits are shown."
+        return Check(name="Measured rates", status=Status.MISSING, found=found, fix=fix)
+    products = ", ".join(f"{name} {rate:.3g}" for name, rate in env.matrix_tflops.items())
+    memory = bytes_text(env.gpu_memory_bytes if env.device == "cuda" else env.host_memory_bytes)
+    found = f"copy {rate_text(env.copy_gbps)}, matrix products in TFLOP/s: {products}; memory {memory}"
+    if env.rates_doubt:
+        found += f"; in doubt, as {env.rates_doubt}"
+        fix = "They are measured again by the next command; no limits are shown from these."
+        return Check(name="Measured rates", status=Status.WARN, found=found, fix=fix)
+    return Check(name="Measured rates", status=Status.OK, found=found)
+
+
+def _nvml_facts() -> dict[str, object]:
+    try:
+        reader = nvml.GpuReader()
+    except AdvisorError as error:
+        return {"nvml_error": str(error)}
+    try:
+        processes = reader.processes()
+        return {
+            "gpu": reader.identity(),
+            "driver_cuda": reader.driver_cuda(),
+            "constants": dict(reader.constants),
+            "reading": reader.read(),
+            "gpm": reader.gpm,
+            "gpm_error": reader.missing.get("gpm_sm", ""),
+            "mig": reader.mig,
+            "processes": None if processes is None else tuple(sorted(processes)),
+        }
+    finally:
+        reader.close()
+
+
+def _admin_only() -> bool | None:
+    try:
+        for line in _PARAMETERS.read_text(errors="replace").splitlines():
+            if line.startswith("RmProfilingAdminOnly:"):
+                return line.rpartition(":")[2].strip() != "0"
+    except OSError:
+        pass
+    return None
+
+
+def _try_cupy() -> str:
+    """Import CuPy and compile a kernel in a process of its own; the reason when that fails."""
+    code = (
+        "import cupy; f = cupy.RawKernel('extern \"C\" __global__ void f(float* x) { x[0] = 1.f; }', 'f');"
+        "x = cupy.zeros(1, 'f'); f((1,), (1,), (x,)); assert float(x[0]) == 1"
+    )
+    return _try(code)
+
+
+def _try_calls() -> str:
+    """Compile what replays calls (ops/sites), unless it lies in the cache; the reason when that fails."""
+    return _try("import sys; from advisor.ops.sites import native; sys.exit(native.unavailable() or 0)")
+
+
+def _try(code: str) -> str:
+    """Run this in a process of its own; its last words when it fails."""
+    try:
+        child = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=environment.TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return str(error)
+    if child.returncode == 0:
+        return ""
+    return (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
+
+
+def _try_cache() -> tuple[str, str]:
+    folder = cache_dir()
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return str(folder), ""
+    except OSError as error:
+        return str(folder), error.strerror or str(error)
+
+
+def _which(*names: str) -> str:
+    return next((path for name in names if name and (path := shutil.which(name.split()[0]))), "")
+
+
+def _version(name: str) -> str:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    return ""
+
+
+def _pair(version: str) -> tuple[int, int]:
+    """Major and minor of "2.11.0+cu130" or "13.0"; zeros for what is no number."""
+    parts = [*version.split("+")[0].split("."), "0"][:2]
+    major, minor = (int(part) if part.isdecimal() else 0 for part in parts)
+    return major, minor

@@ -1,0 +1,137 @@
+"""What a process of the script has come to, what is waited for, and when there is nothing more to wait for. No torch here.
+
+The process tells in events: that Python has started, that torch is imported and advisor attached, that a first step was seen, or that
+advisor has switched itself off. One in which nothing can be measured any more would train on to its end: where that training is for
+nobody, it is ended. So is one that is sure to have no steps. A script that may still be making its data ready is let be, and what is
+waited for is said.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from typing import Any
+
+from advisor.core.units import counted
+from advisor.loop.session import Session
+
+# Events of the child; bootstrap/sitecustomize.py writes some of them itself.
+STARTED, IMPORTED, ATTACHED, STEP, FAULT = "started", "imported", "attached", "step", "fault"
+WAITING = "waiting"  # the launcher's own event: what is waited for
+
+TELL_S = 15.0  # until it is first said what is waited for; then twice as long each time
+FAULT_S = 10.0  # for a process in which advisor has switched itself off to end by itself, its partial results written
+# A script imports what it trains with in its first seconds. Some read their data first, so a long time is left for torch; CuPy without
+# torch is rarely there for anything but a loop of its own.
+CUPY_TOLD_S, CUPY_S, TORCH_S = 3.0, 30.0, 600.0
+STARTS, START_MARGIN_S = 4.0, 20.0
+
+
+def patience_s(first_step_s: float | None) -> float:
+    """How long a process may take to its first step where an earlier one of the same script took so long; 0 where that is not known.
+
+    The machine may have become busy, and files that were read before may have to be read again.
+    """
+    return 0.0 if first_step_s is None else STARTS * first_step_s + START_MARGIN_S
+
+
+class Stage(IntEnum):
+    """How far a process has come."""
+
+    NOTHING = 0  # no Python of the command has told that it reads advisor's orders
+    PYTHON = 1  # it has started, and not imported torch or CuPy
+    TORCH = 2  # advisor is attached
+    STEPS = 3
+
+
+class Waiting:
+    """Fed with a process's events; `line` and `over` are asked again and again while it runs.
+
+    Args:
+        watched: advisor is in the process at all; nothing is waited for in another.
+
+    `fault` is what advisor has switched itself off for, "" while it has not; `gave_up` is why `over` says that the process is to end.
+    """
+
+    def __init__(self, session: Session, *, watched: bool = True, clock: Callable[[], float] = time.monotonic) -> None:
+        self._session, self._watched, self._clock = session, watched, clock
+        self._began = clock()
+        self._next_s = TELL_S
+        self._cupy: float | None = None  # when it was imported
+        self._cupy_told = False
+        self._faulted = 0.0
+        self.stage = Stage.NOTHING
+        self.first_step_s: float | None = None  # from the start
+        self.fault = self.gave_up = ""
+
+    @property
+    def thrown_away(self) -> bool:
+        """Whether this training is for a measurement alone."""
+        return self._watched and self._session.mode != "run" and not self._session.keep_running
+
+    def told(self, event: Mapping[str, Any]) -> None:
+        """One event of the process."""
+        kind = event.get("event")
+        if kind == STARTED:
+            self.stage = max(self.stage, Stage.PYTHON)
+        elif kind == IMPORTED and self._cupy is None:
+            self._cupy = self._clock()
+        elif kind == ATTACHED:
+            self.stage = max(self.stage, Stage.TORCH)
+        elif kind == STEP and self.first_step_s is None:
+            self.stage, self.first_step_s = Stage.STEPS, self._clock() - self._began
+        elif kind == FAULT and not self.fault:
+            self.fault, self._faulted = str(event.get("error")), self._clock()
+
+    def line(self) -> str:
+        """What is waited for, when it is time to say so; "" else."""
+        if self.stage is Stage.STEPS or self.fault or not self._watched:
+            return ""
+        now = self._clock()
+        waited_s = now - self._began
+        at_once = self._alone and not self._cupy_told and now - (self._cupy or 0.0) >= CUPY_TOLD_S
+        if waited_s < self._next_s and not at_once:
+            return ""
+        self._cupy_told = self._cupy_told or at_once
+        self._next_s = 2 * max(waited_s, TELL_S)
+        return f"{waited_s:.0f} s: {missing(self.stage, cupy=self._alone)}; waiting (Ctrl-C ends it)"
+
+    def over(self) -> str:
+        """Why the process is to end now: `fault`, or what becomes `gave_up`; "" while there is something to wait for."""
+        if not self.thrown_away:
+            return ""
+        now = self._clock()
+        if self.fault:
+            partial = self.stage >= Stage.TORCH  # one that was never attached has nothing to write
+            return self.fault if now - self._faulted >= FAULT_S * partial else ""
+        if not self.gave_up:
+            self.gave_up = self._nothing_left(now)
+        return self.gave_up
+
+    @property
+    def _alone(self) -> bool:
+        """CuPy, and no torch."""
+        return self._cupy is not None and self.stage < Stage.TORCH
+
+    def _nothing_left(self, now: float) -> str:
+        waited_s, limit_s = now - self._began, self._session.first_step_s
+        if self.stage is Stage.STEPS:
+            return ""
+        if self._alone and now - (self._cupy or 0.0) >= CUPY_S:
+            return missing(self.stage, cupy=True)
+        # A command that has not come to Python yet may stand in the queue of a cluster.
+        if (0 < limit_s <= waited_s) or (self.stage is Stage.PYTHON and waited_s >= TORCH_S):
+            return f"no training step within {counted(round(waited_s), 'second')}: {missing(self.stage)}"
+        return ""
+
+
+def missing(stage: Stage, *, cupy: bool = False) -> str:
+    """Why a process that has come this far has shown no step. `cupy`: it has imported that, and not torch."""
+    if cupy:
+        return "the script has imported CuPy and not torch, and a loop of CuPy alone has nothing that is switched while it runs"
+    if stage is Stage.NOTHING:
+        return "no Python that advisor can enter has started: one with -I, -E or -S, in a container or on another machine keeps it out"
+    if stage is Stage.PYTHON:
+        return "the script has not imported torch or CuPy, and training steps are theirs"
+    return "no training step was seen yet; in a loop without an optimizer call advisor.step() after each step"

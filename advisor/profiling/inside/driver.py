@@ -1,0 +1,541 @@
+"""The profile mode: warm-up, steps timed with no profiler on, a short traced window, then the end of the script.
+
+What is known is on disk at any time: `steps.json` and `facts.json` are written early, renewed, and written a last time
+when the script ends, crashes or is stopped. Under torchrun every rank counts the same boundaries, so that all stop at
+the same one and no collective waits for a rank that has gone; rank 0 alone records.
+"""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import os
+import time
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from advisor.core import storage
+from advisor.core.precision import PRECISION_FILE
+from advisor.core.profile import MemoryStats, Site
+from advisor.core.stderr import say
+from advisor.core.trace import Trace
+from advisor.loop import rankrecords, ranks
+from advisor.loop.attach import Attached, attach_training
+from advisor.loop.compiles import Compilations, compiled_graphs, together
+from advisor.loop.discover import LOOK_STEPS, Discovery
+from advisor.loop.records import (
+    FACTS_FILE,
+    MAX_LOSSES,
+    MEASURED,
+    STEPS_FILE,
+    TRACE_FILE,
+    FactsRecord,
+    StepsRecord,
+    Window,
+    save_trace,
+)
+from advisor.loop.session import Session, tell
+from advisor.loop.steps import EPOCH, EVALUATION, FORWARD, OWN, PATTERN, StepWatcher
+from advisor.loop.stop import stop
+from advisor.loop.timing import StepTimes, spread, step_times, window
+from advisor.loop.training import StepEvent, Training
+from advisor.profiling.inside.facts import input_stats, model_facts
+from advisor.profiling.inside.memory import MemoryProbe
+
+# Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
+WARMUP_S, TIMED_S, TRACED_S = 20.0, 60.0, 30.0
+MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
+# Of this many times the wanted steps none need be clean before the search for clean ones is given up.
+PATIENCE = 4
+MAX_RESTARTS = 3  # of the traced window, when an epoch ends inside it
+MEMORY_READINGS = 6
+BLOCK_BYTES = 512  # the least that the caching allocator gives a tensor
+SAVE_EVERY_S = 5.0
+TELL_EVERY_S = 0.25
+KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before the timed window
+
+
+class ProfileDriver:
+    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, with `Session.precision` audited, done."""
+
+    def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
+        self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
+        self.phase = "warm-up"
+        self.records = ranks.group()[0] == 0
+        # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
+        # So it is in a script that makes so few steps that there is no warm-up worth the name.
+        self.handful = session.brief and session.warmup < MIN_WARMUP
+        self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
+        self._notes: list[str] = []
+        self._process = os.getpid()
+        self._warm_boundaries: list[StepEvent] = []
+        self._warm = 0
+        self._warm_since_ns = 0
+        self._timed_boundaries: list[StepEvent] = []
+        self._loader_us: list[float] = []
+        self._late_us: list[float] = []
+        self._iterators = 0  # in the timed steps
+        self._backwards: list[int] = []
+        self._timed: Window | None = None
+        self._times: StepTimes | None = None
+        self._losses: tuple[float, ...] = ()
+        self._memory = MemoryStats()
+        self._probe: MemoryProbe | None = None
+        self._graphs = 0  # compiled before the timed steps, and in evaluations among them
+        self._graphs_seen = 0
+        self._recompiles: int | None = None
+        self._since: Compilations | None = None  # the last interval in which something was compiled
+        self._compiled: list[Site] = []  # in timed steps
+        self._collector: Any = None
+        self._bounds: list[StepEvent] = []
+        self._restarts = 0
+        self._detail = session.detail_steps  # steps of the traced window; fewer where they are too many events
+        self._traced: Window | None = None
+        self._audit: Any = None
+        self._facts: FactsRecord | None = None
+        self._saved_ns = self._told_ns = 0
+
+    @property
+    def in_step(self) -> bool:
+        """The boundaries are counted and nothing else. Asked at each one: some scripts make their process group late."""
+        return self.handful or ranks.group()[1] > 1
+
+    def attach(self) -> None:
+        """Listen to the steps, and write what there is when the script ends in any way that runs `atexit`."""
+        self.training.on_step.append(self.on_step)
+        self.watcher.patches.on_fault.append(self._on_fault)
+        if self.records:
+            atexit.register(self.at_exit)
+            self._tell_phase(0, self.session.warmup, always=True)
+
+    def on_step(self, step: StepEvent) -> None:
+        """One boundary.
+
+        Raises:
+            StopTraining: when everything is measured and the script is not to run on.
+        """
+        if self.phase == "warm-up":
+            self._warm_up(step)
+        elif self.phase == "timed":
+            self._time(step)
+        elif self.phase == "traced":
+            self._trace(step)
+        elif self.phase == "audited":
+            self._end_audit()
+
+    # -- warm-up ----------------------------------------------------------------------------------------------------
+
+    def _warm_up(self, step: StepEvent) -> None:
+        if step.reason == PATTERN:
+            self._warm, self._warm_since_ns = 0, 0  # what was taken for a step was none
+        self._warm += 1
+        if self._warm == 2:
+            self._warm_since_ns = step.host_ns
+        if len(self._warm_boundaries) < KEPT_WARMUP:
+            self._warm_boundaries.append(step)
+        if self._warm == LOOK_STEPS and not self.handful:
+            self._read_facts()
+        wanted = self.session.warmup if self.handful else max(self.session.warmup, MIN_WARMUP)
+        slow = (
+            not self.in_step
+            and self._warm > MIN_WARMUP
+            and step.host_ns - self._warm_since_ns > self.session.pace * WARMUP_S * 1e9
+        )
+        if self._over() or ((self._warm >= wanted or slow) and self._settled(step)):
+            self._begin_timed(step)
+            return
+        self._tell_phase(self._warm, wanted)
+        if (
+            self._warm & (self._warm - 1) == 0 and not self.handful
+        ):  # 1, 2, 4, 8: early enough for a script that ends with os._exit
+            self._save_steps()
+
+    def _settled(self, step: StepEvent) -> bool:
+        """Whether steps from here on are as they stay, once those of the warm-up are over."""
+        return True
+
+    # -- timed ------------------------------------------------------------------------------------------------------
+
+    def _begin_timed(self, step: StepEvent) -> None:
+        self.phase = "timed"
+        if self.records:
+            self._probe = MemoryProbe(self.training.device, self.watcher.patches)
+            self._graphs = self._graphs_seen = compiled_graphs()
+            self._since = Compilations()
+        self._timed_boundaries = [step]
+        self._timed = window(step)
+        if not self.handful:
+            self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
+        self._tell_phase(0, self.session.steps, always=True)
+
+    def _time(self, step: StepEvent) -> None:
+        interval = self.watcher.interval
+        self._timed_boundaries.append(step)
+        self._iterators += interval.iterators
+        if step.clean:
+            self._loader_us.append(interval.loader_ns / 1e3)
+            self._late_us.append(interval.late_ns / 1e3)
+            self._backwards.append(interval.backwards)
+        self._leave_out_evaluation(not step.clean and bool(interval.marks & {EPOCH, EVALUATION}))
+        self._read_memory()
+        clean, total = len(self._backwards), len(self._timed_boundaries) - 1
+        wanted = max(self.session.steps, 1)
+        if self.in_step or self.session.brief:
+            done = total >= wanted
+        else:
+            seconds = (step.host_ns - self._timed_boundaries[0].host_ns) / 1e9
+            done = (
+                clean >= wanted
+                or total >= PATIENCE * wanted
+                or (clean >= MIN_TIMED and seconds > self.session.pace * TIMED_S)
+            )
+        if done or self._over():
+            self._begin_trace(step)
+            return
+        self._tell_phase(clean, wanted)
+        if step.host_ns - self._saved_ns > SAVE_EVERY_S * 1e9:
+            self._save_steps()
+
+    def _leave_out_evaluation(self, held_one: bool) -> None:
+        """What the last interval has compiled and allocated is no step's where it `held_one`."""
+        graphs = compiled_graphs()
+        if graphs != self._graphs_seen and self._since is not None:
+            self._compiled += () if held_one else self._since.compiled()
+            self._since = Compilations()
+        if held_one:
+            self._graphs += graphs - self._graphs_seen
+            if self._probe is not None:
+                self._probe.begin_anew(len(self._timed_boundaries) - 1)
+        self._graphs_seen = graphs
+
+    def _read_memory(self) -> None:
+        """A few times in the window: what grows is told by several readings, and each may disturb the step behind it. So two of three steps
+        at least are left alone, also of the few that a test measures.
+        """
+        steps = len(self._timed_boundaries) - 1
+        if self._probe is not None and reading_is_due(steps, self.session.steps):
+            self._probe.note(steps, held_bytes=self._held_bytes())
+
+    def _held_bytes(self) -> float:
+        """Of the device's memory, what the losses of the timed steps take that are kept here."""
+        losses = (step.loss for step in self._timed_boundaries)
+        return sum(BLOCK_BYTES for loss in losses if loss is not None and loss.device.type == "cuda")
+
+    def _begin_trace(self, step: StepEvent) -> None:
+        self._timed = window(step, self._timed)
+        self.phase = "traced"
+        if not self.records:
+            return
+        self._measure()
+        self._read_facts()
+        self._save_steps()
+        self._tell_phase(0, self.session.detail_steps, always=True)
+        if self.session.detail_steps < 1:
+            self._finish()
+            return
+        self.discovery.rest()
+        try:
+            from advisor.profiling.inside.collector import TRACED_SLOWDOWN, TraceCollector
+
+            wall = spread(self._times.wall_us) if self._times else None
+            step_s = wall.median / 1e6 if wall else 0.0
+            window_s = TRACED_SLOWDOWN * (1 + self._detail) * step_s
+            if self.session.pace < 1.0 and not self.in_step and window_s > self.session.pace * TRACED_S:
+                self._detail = 1
+                self._notes.append("the search is short and the steps are long, so one step was traced")
+            self._collector = TraceCollector(
+                self.training.device,
+                self.session,
+                self.training,
+                step_s=step_s,
+                compiled=self.compiled,
+                lasting=self.session.keep_running,
+            )
+            self._collector.start()
+        except Exception as error:
+            self._collector = None
+            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+
+    # -- traced -----------------------------------------------------------------------------------------------------
+
+    def _trace(self, step: StepEvent) -> None:
+        # The first boundary ends the step that the profiler's start has disturbed; it only opens the window.
+        disturbed = not step.clean and step.reason != OWN and not self.in_step
+        if self._collector is not None:
+            self._collector.settle()
+        if not self._bounds:
+            self._fit_window()
+        if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):
+            self._restarts += bool(self._bounds)
+            self._bounds = [step]
+            self._traced = window(step)
+        else:
+            self._bounds.append(step)
+            self._traced = window(step, self._traced)
+        if len(self._bounds) > self._detail or self._over():
+            self._finish()
+        else:
+            self._tell_phase(len(self._bounds) - 1, self._detail, always=True)
+
+    def _fit_window(self) -> None:
+        """Shorten the window where its first step, which the profiler's start has disturbed, shows that it grows too large.
+
+        Not under torchrun, where all ranks end at one boundary and only one of them traces.
+        """
+        if self._collector is None or self.in_step:
+            return
+        from advisor.profiling.inside.collector import DETAIL_LIMIT
+
+        a_step = self._collector.expected_events()
+        fits = max(1, DETAIL_LIMIT // a_step - 1) if a_step else self._detail
+        if fits < self._detail:
+            self._detail = fits
+            self._notes.append(
+                f"a step is about {a_step:,} events of the profiler: only {self._detail} of the wanted "
+                f"{self.session.detail_steps} steps traced"
+            )
+
+    def _finish(self) -> None:
+        self._take_trace()
+        if self.session.precision and self.records and not self.in_step and not self._over():
+            self._begin_audit()
+        else:
+            self._wind_up()
+
+    def _begin_audit(self) -> None:
+        from advisor.profiling.inside.precision import Audit
+
+        self.phase = "audited"
+        self._audit = Audit(self.training)
+        self._audit.begin()
+        tell(self.session, "phase", phase="holding a step's layers against fp64", done=0, total=0)
+
+    def _end_audit(self) -> None:
+        audit, self._audit = self._audit, None
+        try:
+            storage.save(self.session.folder / PRECISION_FILE, audit.end())
+        except Exception as error:
+            self._notes.append(f"no precision audit: {type(error).__name__}: {error}")
+        self._wind_up()
+
+    def _wind_up(self) -> None:
+        self.phase = "done"
+        if self.records:
+            self._save_steps()
+            tell(self.session, MEASURED, steps=len(self._backwards))
+        if self.session.keep_running:
+            self.watcher.detach()
+            self._let_go()
+            return
+        self._end()
+
+    def _end(self) -> None:
+        """Everything is measured.
+
+        Raises:
+            StopTraining: always, here.
+        """
+        stop(self.session, "measured")
+
+    def abandon(self) -> None:
+        """End whatever records, without a result, and let go of the training: its step has raised. May be called twice."""
+        collector, self._collector = self._collector, None
+        self.phase = "done"
+        if collector is not None:
+            with suppress(Exception):
+                collector.stop()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Drop every reference into the script: what it frees from now on is to be freed."""
+        training = self.training
+        for found in (
+            training.roots,
+            training.guides,
+            training.optimizers,
+            training.scalers,
+            training.loaders,
+            training.on_step,
+        ):
+            found.clear()
+        self._warm_boundaries, self._timed_boundaries, self._bounds = [], [], []
+
+    def _take_trace(self) -> None:
+        collector, self._collector = self._collector, None
+        if collector is None:
+            return
+        if self.records:
+            tell(self.session, "phase", phase="reading the trace", done=0, total=0)
+        try:
+            trace: Trace = collector.stop([bound.host_ns for bound in self._bounds])
+            if len(self._bounds) > 1:  # else what was traced, an evaluation or a part of a step, would be told as one
+                save_trace(self.session.folder / TRACE_FILE, trace)
+        except Exception as error:
+            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+
+    # -- ends that come early ---------------------------------------------------------------------------------------
+
+    def at_exit(self) -> None:
+        """Write what there is. A process that has seen no step leaves a record that another has written alone."""
+        if os.getpid() != self._process or self.phase == "done":
+            return
+        self.watcher.patches.active = False
+        try:
+            if not self.watcher.seen and (self.session.folder / STEPS_FILE).exists():
+                return
+            self._close()
+        except Exception as error:
+            say(f"could not write what was measured: {type(error).__name__}: {error}")
+
+    def _on_fault(self, error: BaseException) -> None:
+        self._notes.append(f"advisor switched itself off: {type(error).__name__}: {error}")
+        if self.records and self.phase != "done":
+            self._close()
+            self.phase = "done"
+        if not self.session.keep_running:
+            stop(self.session, "advisor switched itself off")
+
+    def _close(self) -> None:
+        if self.phase in ("warm-up", "timed"):
+            self._measure()
+        self._take_trace()
+        self._read_facts()
+        self._save_steps()
+        tell(self.session, "ended", phase=self.phase, steps=self.watcher.seen)
+
+    def _measure(self) -> None:
+        """Read times, losses and memory; waits for the device."""
+        boundaries = self._boundaries()
+        self._times = step_times(boundaries)
+        self._losses = _values([boundaries[position].loss for position in self._times.positions[:MAX_LOSSES]])
+        probe = self._probe or MemoryProbe(self.training.device)
+        self._memory = probe.stats(self._timed_steps)
+        if self._graphs:
+            self._recompiles = compiled_graphs() - self._graphs
+
+    # -- writing ----------------------------------------------------------------------------------------------------
+
+    def _read_facts(self) -> None:
+        if not self.records:
+            return
+        self._facts = FactsRecord(
+            model=model_facts(
+                self.training,
+                self.discovery,
+                self.watcher,
+                self._recompiles,
+                together(self._compiled, self._timed_steps),
+            ),
+            input=input_stats(
+                self.training,
+                self.discovery,
+                self._loader_us,
+                self._late_us,
+                self._iterators / max(self._timed_steps, 1),
+            ),
+            memory=self._memory,
+        )
+        storage.save(self.session.folder / FACTS_FILE, self._facts)
+
+    def _save_rank(self) -> None:
+        """Of several ranks each leaves what tells it from the others."""
+        rank, count = ranks.group()
+        if count > 1:
+            walls = step_times([_without_event(step) for step in self._timed_boundaries]).wall_us
+            record = rankrecords.of(rank, count, walls, self._loader_us, self._late_us)
+            with suppress(OSError):
+                storage.save(rankrecords.file_of(self.session.folder, rank), record)
+
+    def _save_steps(self) -> None:
+        if not self.records:
+            return
+        self._saved_ns = time.perf_counter_ns()
+        storage.save(self.session.folder / STEPS_FILE, self.record())
+
+    def _provisional(self) -> bool:
+        """No clean step has been timed yet: the warm-up's are all there is."""
+        return not self._backwards
+
+    def _boundaries(self) -> list[StepEvent]:
+        return self._warm_boundaries + self._timed_boundaries[1:] if self._provisional() else self._timed_boundaries
+
+    def record(self) -> StepsRecord:
+        """Everything about the steps so far. Event times appear once a phase is over: reading them waits for the GPU."""
+        provisional = self._provisional()
+        times = self._times
+        if times is None:
+            times = step_times([_without_event(step) for step in self._boundaries()])
+        notes = list(self._notes)
+        if provisional and self.watcher.seen:
+            notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
+        if self.handful:
+            notes.append("the script makes so few steps that these times include its warm-up")
+        if self.watcher.kind == FORWARD:
+            # First, for it says of what all else is told.
+            notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
+        first_ns = self.discovery.seen.first_ns
+        first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
+        bounds = [bound.host_ns for bound in self._bounds]
+        return StepsRecord(
+            kind=self.watcher.kind,
+            device=self.training.device.type,
+            step_us=spread(times.step_us),
+            wall_us=spread(times.wall_us),
+            steps_seen=self.watcher.seen,
+            warmup=self._warm,
+            forward_steps=self.watcher.forward_steps if self.watcher.kind == "none" else 0,
+            first_step_us=(first - first_ns) / 1e3 if first_ns and first else None,
+            excluded=times.excluded,
+            every_us=times.every_us,
+            held=times.held,
+            loader_us=tuple(self._loader_us),
+            losses=self._losses,
+            backwards=tuple(self._backwards),
+            timed=self._timed,
+            traced=self._traced,
+            traced_wall_us=tuple((b - a) / 1e3 for a, b in itertools.pairwise(bounds)),
+            phase=self.phase,
+            complete=self.phase == "done" and self.watcher.patches.fault is None,
+            provisional=provisional,
+            notes=tuple(notes),
+        )
+
+    # -- progress ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _timed_steps(self) -> int:
+        """Intervals timed so far, also those that are left out."""
+        return max(len(self._timed_boundaries) - 1, 0)
+
+    def _over(self) -> bool:
+        deadline = self.session.deadline_unix_s
+        return not self.in_step and 0 < deadline < time.time()
+
+    def _tell_phase(self, done: int, total: int, *, always: bool = False) -> None:
+        now = time.perf_counter_ns()
+        if self.records and (always or now - self._told_ns > TELL_EVERY_S * 1e9):
+            self._told_ns = now
+            tell(self.session, "phase", phase=self.phase, done=done, total=total)
+
+
+def _without_event(step: StepEvent) -> StepEvent:
+    """The boundary without its CUDA event, for times that must not wait for the device."""
+    return replace(step, event=None)
+
+
+def _values(losses: list[Any]) -> tuple[float, ...]:
+    """Losses as numbers, waiting for the device; a missing one is NaN."""
+    return tuple(float(loss) if loss is not None else float("nan") for loss in losses)
+
+
+def reading_is_due(step: int, window: int) -> bool:
+    """Whether memory is read behind this step of a window of so many."""
+    return step % max(3, window // MEMORY_READINGS) == 0
+
+
+def attach_profile(session: Session) -> None:
+    """The profile mode: measure, write the run folder, stop the script (or go on without hooks)."""
+    training, watcher = attach_training(session)
+    assert Attached.discovery is not None
+    ProfileDriver(training, session, watcher, Attached.discovery).attach()
