@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from advisor.cupy_loops.replay.calls import Entry, Program, arrays_of
+from advisor.cupy_loops.replay.calls import UNFILLED, Entry, Program, arrays_of
 
 
 class Arena:
@@ -22,6 +22,7 @@ class Arena:
         self.at: list[Any] = [None] * program.places
         self.scalars: list[Any] = [module.zeros((), dtype=dtype) for dtype in program.scalar_dtypes]
         self.graphs: dict[tuple[int, int], Any] = {}  # by segment
+        self.checked: set[tuple[int, int]] = set()  # segments whose graphs have been judged
         self.pool: Any = None  # the memory of the graphs, which nobody else may be given
         for place, value in program.kept.items():
             self.at[place] = value
@@ -54,23 +55,27 @@ class Arena:
         pairs = zip(self._own, self._holders, strict=True)
         return [place for place, count in pairs if sys.getrefcount(at[place]) > count]
 
-    def run(self, entry: Entry) -> list[Any]:
-        """Make the entry's call now, with arrays of this arena; its arrays, in order."""
+    def run(self, entry: Entry, *, plain: bool = False, magnitudes: bool = False) -> list[Any]:
+        """Make the entry's call now, with arrays of this arena; its arrays, in order.
+
+        Args:
+            plain: by CuPy's own function, whatever stands for it in a graph. magnitudes: of the absolute values of these arrays.
+        """
         values: list[Any] = [None] * (entry.size + len(entry.keys))
         for position, value in entry.constants:
             values[position] = value
         for position, place in entry.arrays:
-            values[position] = self.at[place]
+            values[position] = abs(self.at[place]) if magnitudes else self.at[place]
         for position, number in entry.scalars:
             values[position] = self.scalars[number]
         for position, places in entry.nested:
             values[position] = tuple(self.at[place] if place >= 0 else value for place, value in places)
+        call = entry.plain if plain or entry.run is None else entry.run
         if entry.takes is not None:
-            values = [values[position] for position in entry.takes]
-            result = entry.run(*values) if entry.run is not None else entry.plain(*values)
+            result = call(*(values[position] for position in entry.takes))
         else:
             named = dict(zip(entry.keys, values[entry.size :], strict=True))
-            result = (entry.run or entry.plain)(*values[: entry.size], **named)
+            result = call(*values[: entry.size], **named)
         return list(arrays_of(result, self.module.ndarray))
 
     def first(self, entry: Entry) -> None:
@@ -79,15 +84,23 @@ class Arena:
             if self.at[place] is None:
                 self.at[place] = value
 
-    def again(self, first: int, last: int) -> None:
-        """Make the calls from `first` to `last` one by one, their results written where a graph would have."""
+    def again(self, first: int, last: int, *, plain: bool = False) -> None:
+        """Make the calls from `first` to `last` one by one, their results written where a graph would have; `plain` as there."""
         for entry in self.program.entries[first:last]:
-            if entry.how != "run":
-                continue
-            for place, value in zip(entry.gives, self.run(entry), strict=False):
-                own = self.at[place]
-                if value is not own and not _one_memory(value, own):
-                    own[...] = value
+            if entry.how == "run" and entry.name not in UNFILLED:
+                self.take(entry, self.run(entry, plain=plain and entry.takes is None))
+
+    def views(self) -> set[int]:
+        """Places whose arrays are views of other places' arrays."""
+        known = {id(value) for value in self.at if value is not None}
+        return {place for place, value in enumerate(self.at) if value is not None and id(value.base) in known}
+
+    def take(self, entry: Entry, values: list[Any]) -> None:
+        """Write what the entry's call has given where a graph would have."""
+        for place, value in zip(entry.gives, values, strict=False):
+            own = self.at[place]
+            if value is not own and not _one_memory(value, own):
+                own[...] = value
 
 
 def _one_memory(a: Any, b: Any) -> bool:

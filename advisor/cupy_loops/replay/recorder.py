@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from advisor.core.errors import first_line
-from advisor.cupy_loops.replay import augmented, quick
+from advisor.cupy_loops.replay import augmented, checked, quick
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.beside import loaded_beside
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
@@ -50,6 +50,7 @@ class Recorder:
         self.refused: list[str] = []  # calls that a graph cannot hold, and why
         self.replayed = self.broken = self.programs = 0
         self.inside = False
+        self.wrong = ""  # how a graph has given other values than its calls; the loop is left alone behind this step
         self.program: Program | None = None
         self.segments: list[tuple[int, int]] = []
         # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
@@ -178,6 +179,9 @@ class Recorder:
 
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
+        if self.wrong:
+            self.leave(self.wrong)
+            return False
         if entry.name != name or not self.finder.at_anchor(name, sys._getframe(4)):
             return False
         self.at = []
@@ -300,7 +304,12 @@ class Recorder:
         self._fill(arena)
         for segment in self.segments:
             if self.launched <= segment[0] and segment[1] <= until:
-                self.backend.launch(arena, segment)
+                if segment in arena.checked:
+                    self.backend.launch(arena, segment)
+                else:
+                    arena.checked.add(segment)
+                    wrong = checked.launched(self.backend, arena, segment)
+                    self.wrong = self.wrong or wrong
         self.launched = until
         self._copy_back(arena)
         self._keep_promises(arena)

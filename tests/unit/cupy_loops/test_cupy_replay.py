@@ -81,9 +81,9 @@ def numbers(found: list[Any]) -> list[Any]:
     return [np.array(value) for value in found]
 
 
-def replayed(loop: Loop, steps: int) -> tuple[list[Any], Recorder]:
+def replayed(loop: Loop, steps: int, backend: Callable[[], Any] = Plain) -> tuple[list[Any], Recorder]:
     cp, patches = stub_cupy.module(), Patches()
-    change = Graphs(Plain)
+    change = Graphs(backend)
     change.apply(cp, patches)
     assert change.recorder is not None
     found = numbers(loop(cp, steps))
@@ -232,3 +232,68 @@ def test_arrays_that_only_garbage_holds_do_not_end_the_replay() -> None:
     np.testing.assert_array_equal(plain[0], found[0])
     assert recorder.phase == REPLAY, recorder.why
     assert recorder.replayed > 30
+
+
+class Faulty(Plain):
+    """A backend whose graphs are wrong in one way."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def launch(self, arena: Any, segment: tuple[int, int]) -> None:
+        before = {place: value.copy() for place, value in enumerate(arena.at) if value is not None and value.size}
+        arena.again(*segment)
+        entries = [e for e in arena.program.entries if e.how == "run" and e.gives]
+        if self.fault == "an array is stale":
+            place = next(e.gives[0] for e in entries if e.name in ("dot", "__mul__"))
+            arena.at[place][...] = before[place]
+        elif self.fault == "an update is left out":
+            place = min(arena.program.written)
+            arena.at[place][...] = before[place]
+        elif self.fault == "a number is off by its rounding":
+            arena.at[entries[-1].gives[0]][...] *= 1 + 1e-15
+
+
+@pytest.mark.parametrize("fault", ["an array is stale", "an update is left out", "a number is off by its rounding"])
+@pytest.mark.parametrize("loop", [rebinding, in_place])
+def test_a_graph_that_gives_other_values_is_left_behind_its_first_launch(loop: Loop, fault: str) -> None:
+    if loop is rebinding and fault == "an update is left out":
+        pytest.skip("nothing is changed in place there")
+    plain = numbers(loop(stub_cupy.module(), 58))
+    found, recorder = replayed(loop, 58, lambda: Faulty(fault))
+    assert recorder.phase == OFF
+    assert "other values than the calls" in recorder.why
+    for a, b in zip(plain, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_stand_in_that_computes_something_else_is_told() -> None:
+    class Wrong(Plain):
+        def build(self, program: Any, module: Any, segments: Any) -> Any:
+            for entry in program.entries:
+                if entry.name == "mean":
+                    entry.run = lambda x, *args: x.sum(*args) / (x.size + 1)
+            return super().build(program, module, segments)
+
+    plain = numbers(rebinding(stub_cupy.module(), 58))
+    found, recorder = replayed(rebinding, 58, Wrong)
+    assert recorder.phase == OFF
+    assert recorder.why == "mean gives other values than CuPy's"
+    for a, b in zip(plain, found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_graph_may_be_off_as_far_as_plain_calls_are() -> None:
+    scatter = np.random.default_rng(11)
+
+    class Noisy(Plain):
+        """Additions by atomics: each launch in another order."""
+
+        def build(self, program: Any, module: Any, segments: Any) -> Any:
+            for entry in program.entries:
+                if entry.name == "tanh":
+                    entry.run = lambda x: np.tanh(x) * (1 + scatter.normal(size=x.shape) * 1e-9)
+            return super().build(program, module, segments)
+
+    _, recorder = replayed(rebinding, 58, Noisy)
+    assert recorder.phase == REPLAY, recorder.why
