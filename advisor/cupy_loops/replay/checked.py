@@ -92,11 +92,20 @@ def _may_be(found: Any, first: Any, second: Any) -> bool:
     if first.tobytes() == second.tobytes():
         return bool(found.tobytes() == first.tobytes())
     if first.dtype.kind not in "fc":  # what compares or counts numbers that differ
-        return bool(np.count_nonzero(found != first) <= FEW * max(1, np.count_nonzero(second != first)))
+        return _unlike(found, first) <= FEW * max(1, _unlike(second, first))
     if not np.array_equal(np.isfinite(found), np.isfinite(first)):
         return False
-    apart, allowed = (np.nan_to_num(np.abs(other.astype("f8") - first.astype("f8"))) for other in (found, second))
-    return bool(apart.max() <= FEW * allowed.max())
+    wide = "c16" if first.dtype.kind == "c" else "f8"
+    apart, allowed = (_furthest(other.astype(wide) - first.astype(wide)) for other in (found, second))
+    return apart <= FEW * allowed
+
+
+def _unlike(a: Any, b: Any) -> int:
+    return int(np.count_nonzero(a != b))
+
+
+def _furthest(distance: Any) -> float:
+    return float(np.nan_to_num(np.abs(distance)).max())
 
 
 def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
@@ -106,7 +115,11 @@ def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
     plain = arena.run(entry, plain=True)
     # The sum of the terms' magnitudes; a variance's terms are squares, of which none is above the largest.
     squares = entry.name == "var"
-    sizes = [abs(arena.at[entry.arrays[0][1]]).max() ** 2] if squares else arena.run(entry, plain=True, magnitudes=True)
+    sizes = (
+        [_furthest(_numbers(arena.at[entry.arrays[0][1]])) ** 2]
+        if squares
+        else arena.run(entry, plain=True, magnitudes=True)
+    )
     for ours, theirs, size in zip(given, plain, sizes, strict=True):
         a, b, scale = (_numbers(value) for value in (ours, theirs, size))
         if a.shape != b.shape or a.dtype != b.dtype:
