@@ -6,11 +6,13 @@ from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 
+LEAST_LINE = 0.02  # of a batch: what is named of the work that a GPU could do
 EACH_STEP = 0.5  # iterators a step, from here on
 EPOCHS = (
     *("iterators_per_step", "workers_restarted_by", "epoch_start_us", "epoch_batches", "epoch_start_frac"),
     "epoch_make_frac",
 )
+WORK = ("batch_made_us", "loader_work", "gpu_work", "gpu_work_frac")
 NO_LOADER = "no DataLoader was used"
 
 
@@ -37,6 +39,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss("prefetch_factor", "the loader has no workers")
         table.set("moved_unchanged", stats.moved_unchanged)
         _normalising(view, table)
+        _work(view, table)
         _epochs(view, table)
     else:
         for name in (
@@ -52,6 +55,7 @@ def fill(view: View, table: MetricTable) -> None:
             "normalise",
             "normalise_us",
             "normalise_frac",
+            *WORK,
             *EPOCHS,
         ):
             table.miss(name, NO_LOADER)
@@ -115,6 +119,22 @@ def _normalising(view: View, table: MetricTable) -> None:
         table.set("normalise_frac", stats.normalise_us / max(stats.workers, 1) / view.step_us)
     else:
         table.miss("normalise_frac", NO_STEP)
+
+
+def _work(view: View, table: MetricTable) -> None:
+    """What one process of the loader does for a batch, and what of it a GPU could."""
+    work = view.profile.input.work
+    if work is None or not work.told:
+        for name in WORK:
+            table.miss(
+                name, "the loader was not sampled" if work is None else f"only {work.samples} samples were taken"
+            )
+        return
+    table.set("batch_made_us", work.batch_us)
+    table.set("loader_work", work.shares_text())
+    lines = [line for line in work.for_gpu() if line.time_us >= LEAST_LINE * work.batch_us]
+    table.set("gpu_work", ", ".join(dict.fromkeys(line.what for line in lines)))
+    table.set("gpu_work_frac", min(1.0, sum(line.time_us for line in work.for_gpu()) / work.batch_us))
 
 
 def _copies(view: View, table: MetricTable) -> None:

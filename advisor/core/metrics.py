@@ -355,6 +355,12 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     ),
     _n("normalise_us", "us", "time that these take one loader worker for a batch, timed on one random image"),
     _n("normalise_frac", "frac", "that time, shared by the workers, over the step"),
+    _n(
+        "batch_made_us", "us", "time in which one process of the loader makes a batch: a worker, or the training thread"
+    ),
+    _t("loader_work", "what that process does in this time, by samples of its stack: decode 56 %, resize 36 %"),
+    _t("gpu_work", "of that, what a GPU can do for whole batches of 8-bit images, empty if nothing"),
+    _n("gpu_work_frac", "frac", "the share of that in the time of a batch"),
     _Section("synchronisation", "the traced window: calls in which the host waits, with the line that made them"),
     _n("syncs_per_step", "count", "host waits for the device per step", _GPU),
     _n("sync_wait_frac", "frac", "host time waiting for the device over the step", _GPU),

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 
 from advisor.core.environment import Environment
+from advisor.core.loading import LoaderWork
 from advisor.core.provenance import Provenance
 
 # Of the median step: from here on the mean wait for the loader and the median one tell of bursts.
@@ -163,6 +164,8 @@ class InputStats:
     # the time that they take one thread for a batch: timed on a random image of the batch's size.
     normalise: str = ""
     normalise_us: float = 0.0
+    next_error_us: float = 0.0  # two standard errors of `next_us`
+    work: LoaderWork | None = None  # what one of its processes does; None: not seen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -340,6 +343,16 @@ class StepProfile:
         typical = self.typical_us
         fed = max(self.busy_us, typical - self.input.next_us)
         return fed if self.busy_us > 0 and 0 < fed < (1 - WAITS_FRAC) * typical else 0.0
+
+    @property
+    def fed_within_us(self) -> tuple[float, float]:
+        """What such a step would take, at least and at most: without all of that time, or without what passed for batches that were not
+        there, each as exactly as the timed steps tell it. (0.0, 0.0) where `fed_us` is."""
+        if not self.fed_us:
+            return 0.0, 0.0
+        typical, error = self.typical_us, self.input.next_error_us
+        low = max(self.busy_us, self.fed_us - error)
+        return low, min(typical, max(low, typical - self.input.late_us + error))
 
     @property
     def starved(self) -> bool:

@@ -75,7 +75,7 @@ class Lines:
             code = frame.f_code
             if library and code is self._forward:
                 return library
-            whose, path = self._file(code.co_filename)
+            whose, path = self.whose(code.co_filename)
             if whose == USER:
                 line = f"{path}:{frame.f_lineno}"
                 return f"{line} via {library}" if library else line
@@ -88,7 +88,8 @@ class Lines:
         """The user's innermost line; a library's where no code of the user's is running."""
         return self.of(frame).partition(" via ")[0]
 
-    def _file(self, filename: str) -> tuple[str, str]:
+    def whose(self, filename: str) -> tuple[str, str]:
+        """A code's file: its kind, and its path as it is shown."""
         known = self._files.get(filename)
         if known is None:
             path = filename if filename.startswith("<") else os.path.abspath(filename)

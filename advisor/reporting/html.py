@@ -16,7 +16,7 @@ from advisor.analysis.convolutions import products
 from advisor.core import units
 from advisor.core.findings import Findings, Outcome
 from advisor.core.metrics import BY_NAME
-from advisor.core.profile import KernelRow, StepProfile
+from advisor.core.profile import InputStats, KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.timeline import Timeline
 from advisor.core.verdict import KEPT, TrialLog, Verdict
@@ -284,6 +284,17 @@ def _attempts(trials: TrialLog) -> list[tuple[Verdict, charts.BlockPlot | None, 
     ]
 
 
+def _loader_lines(stats: InputStats) -> list[tuple[str, str]]:
+    """What takes most of making a batch, by line."""
+    work = stats.work
+    if work is None or not work.told:
+        return []
+    return [
+        (line.source or line.what, f"{line.what}, {line.kind}: {units.time_text(line.time_us)} a batch" if line.source else f"{line.kind}: {units.time_text(line.time_us)} a batch")
+        for line in work.lines
+    ]  # fmt: skip
+
+
 def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
     """Tables of plain facts: (title, rows), rows without a value left out."""
     env, mem, inp, model, cost = profile.environment, profile.memory, profile.input, profile.model, profile.cost
@@ -323,6 +334,9 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Asynchronous copy", yes(inp.non_blocking) if cuda else ""),
                 ("Normalised by", inp.normalise),
                 ("Time of that a batch", units.time_text(inp.normalise_us) if inp.normalise else ""),
+                ("A batch takes", wording.batch_making(profile)),
+                *_loader_lines(inp),
+                ("Its workers wait for orders", units.percent_text(inp.work.waits_frac) if inp.work and inp.work.worker and inp.work.told else ""),
             ]
             if inp.loader
             else [("Loader", "no DataLoader was seen")],

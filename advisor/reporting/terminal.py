@@ -70,6 +70,8 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
         lines.append(f"         {bursts}")
     if fed := wording.fed(profile):
         lines.append(f"  Data   {fed}")
+        if making := wording.batch_making(profile):
+            lines += page.wrap(f"a batch takes {making}", 9)
     frac = breakdown.limit_frac(profile)
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"

@@ -120,11 +120,25 @@ def spread(measured: Spread) -> str:
 
 
 def fed(profile: StepProfile) -> str:
-    """`68.2 ms with each batch there in time: 57 % of a step waits for the loader`; "" where it hardly waits."""
+    """`65 to 71 ms with each batch there in time: 57 % of a step waits for the loader`; "" where it hardly waits."""
     if not profile.fed_us:
         return ""
     waits = percent_text(1.0 - profile.fed_us / profile.typical_us)
-    return f"{duration(profile.fed_us)} with each batch there in time: {waits} of a step waits for the loader"
+    low, high = (duration(end) for end in profile.fed_within_us)
+    if low.split()[1] == high.split()[1]:
+        took = high if low == high else f"{low.split()[0]} to {high}"
+    else:
+        took = f"{low} to {high}"
+    return f"{took} with each batch there in time: {waits} of a step waits for the loader"
+
+
+def batch_making(profile: StepProfile) -> str:
+    """`47 ms of the training's thread: decode 56 %, resize 36 %, to fp32 4 %`; "" where nobody has seen it."""
+    work = profile.input.work
+    if work is None or not work.told:
+        return ""
+    of = "one worker" if work.worker else "the training's thread"
+    return f"{duration(work.batch_us)} of {of}: {work.shares_text()}"
 
 
 def bursts(profile: StepProfile) -> str:

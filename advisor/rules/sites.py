@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from advisor.core import cupy_rows, layers
+from advisor.core.loading import LEAST, LoaderWork, WorkLine
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
 from advisor.core.units import bytes_text, count_text, percent_text, shape_text, time_text
 
@@ -153,9 +154,27 @@ def _loader(profile: StepProfile) -> list[Place]:
     if not profile.input.loader:
         return _idle("data")(profile)
     where = profile.input.source or "unknown line"
-    return [
-        (1.0, f"{where}: {profile.input.loader}, {profile.input.workers} workers ({time_text(profile.input.next_us)})")
-    ]
+    stats = profile.input
+    whole = f"{where}: {stats.loader}, {stats.workers} workers ({time_text(stats.next_us)})"
+    return [(1e12, whole), *_loader_work(profile)]
+
+
+def _loader_work(profile: StepProfile) -> list[Place]:
+    """The lines of the loader's work, with what they take of one process a batch."""
+    work = profile.input.work
+    if work is None or not work.told:
+        return []
+    return [(line.time_us, _work_text(line, work)) for line in work.lines if line.time_us >= LEAST * work.batch_us]
+
+
+def _gpu_work(profile: StepProfile) -> list[Place]:
+    work = profile.input.work
+    return [(line.time_us, _work_text(line, work)) for line in work.for_gpu()] if work is not None else []
+
+
+def _work_text(line: WorkLine, work: LoaderWork) -> str:
+    place = f"{line.source}: {line.what}" if line.source else line.what
+    return f"{place}, {line.kind} ({time_text(line.time_us)} of {time_text(work.batch_us)} a batch)"
 
 
 def _optimizers(profile: StepProfile) -> list[Place]:
@@ -222,6 +241,7 @@ def _environment(profile: StepProfile) -> list[Place]:
 
 SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "loader": _loader,
+    "gpu_work": _gpu_work,
     "launch_gaps": _idle("launch"),
     "other_gaps": _idle("other"),
     "copy_gaps": _idle("copy"),

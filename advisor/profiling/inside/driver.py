@@ -41,6 +41,7 @@ from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times, window
 from advisor.loop.training import StepEvent, Training
 from advisor.profiling.inside.facts import input_stats, model_facts
+from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.memory import MemoryProbe
 
 # Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
@@ -66,6 +67,7 @@ class ProfileDriver:
         # Ranks see each other's clocks and shapes only through what they must agree on: the number of the boundary.
         # So it is in a script that makes so few steps that there is no warm-up worth the name.
         self.handful = session.brief and session.warmup < MIN_WARMUP
+        self.loading: LoaderWatch | None = None  # how its batches are made, where that is looked at
         self.compiled: bool | None = None  # whether the step runs compiled code, where the caller has seen it
         self._notes: list[str] = []
         self._process = os.getpid()
@@ -159,6 +161,8 @@ class ProfileDriver:
 
     def _begin_timed(self, step: StepEvent) -> None:
         self.phase = "timed"
+        if self.loading is not None:
+            self.loading.rest()
         if self.records:
             self._probe = MemoryProbe(self.training.device, self.watcher.patches)
             self._graphs = self._graphs_seen = compiled_graphs()
@@ -433,6 +437,7 @@ class ProfileDriver:
                 self._loader_us,
                 self._late_us,
                 self._iterators / max(self._timed_steps, 1),
+                self.loading,
             ),
             memory=self._memory,
         )
@@ -538,4 +543,7 @@ def attach_profile(session: Session) -> None:
     """The profile mode: measure, write the run folder, stop the script (or go on without hooks)."""
     training, watcher = attach_training(session)
     assert Attached.discovery is not None
-    ProfileDriver(training, session, watcher, Attached.discovery).attach()
+    driver = ProfileDriver(training, session, watcher, Attached.discovery)
+    driver.loading = LoaderWatch(session.folder)
+    driver.loading.attach(watcher.patches)
+    driver.attach()

@@ -23,6 +23,7 @@ from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
 from advisor.profiling.inside import settings
 from advisor.profiling.inside.annotate import module_names
+from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.normalising import CHANNELS, tails
 
 DTYPES = {
@@ -147,6 +148,7 @@ def input_stats(
     waits_us: Sequence[float] = (),
     late_us: Sequence[float] = (),
     iterators_per_step: float = 0.0,
+    loading: LoaderWatch | None = None,
 ) -> InputStats:
     """The first training loader's settings and what its batches are.
 
@@ -154,6 +156,7 @@ def input_stats(
         waits_us: time in its `next()`, a value for each clean timed step.
         late_us: of that, for batches that were not there yet.
         iterators_per_step: iterators that the training has begun to draw from in the timed steps.
+        loading: what has looked at how batches are made.
     """
     found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
     if not found.loader:
@@ -165,6 +168,8 @@ def input_stats(
         burst_us=burst_us,
         late_us=min(next_us, _waits(late_us)[0]),
         iterators_per_step=iterators_per_step,
+        next_error_us=_error(waits_us),
+        work=loading.work(training.loaders[0].dataset if training.loaders else None) if loading is not None else None,
     )
     if discovery is None:
         return found
@@ -214,6 +219,11 @@ def _waits(waits_us: Sequence[float]) -> tuple[float, float]:
         ordered.pop()
     mean = statistics.fmean(ordered)
     return mean, mean - statistics.median(ordered)
+
+
+def _error(waits_us: Sequence[float]) -> float:
+    """Two standard errors of their mean; 0.0 where a single one does not tell."""
+    return 2 * statistics.stdev(waits_us) / len(waits_us) ** 0.5 if len(waits_us) > 1 else 0.0
 
 
 def _of_iterator(batch: BatchSeen, iterator: IteratorSeen, batch_size: int) -> InputStats:

@@ -11,7 +11,8 @@ from advisor import rules
 from advisor.analysis import metrics
 from advisor.analysis.predict import predict
 from advisor.core.findings import Finding, Outcome
-from advisor.core.profile import InputStats, ProfilerCost, Quantity, StepProfile
+from advisor.core.loading import LoaderWork, WorkLine
+from advisor.core.profile import IdleCause, InputStats, ProfilerCost, Quantity, StepProfile
 from advisor.core.provenance import Provenance
 
 RULES = rules.load()
@@ -145,3 +146,41 @@ def test_the_interval_holds_what_was_measured_when_the_loader_was_kept(make_us, 
 def test_one_epoch_in_a_loop_of_the_script_is_enough_to_know_that_workers_start_again(stats, told) -> None:
     profile = loading(profiles.laptop(), **{**STARTS, "iterators": 1, "loaders": 1, **stats})
     assert ("workers-restart" in fired(profile)) is told
+
+
+SPARE = {"cpu_util_frac": Quantity(value=0.2, provenance=Provenance.MEASURED)}
+
+
+def starving(lines: tuple[WorkLine, ...], samples: int = 100) -> StepProfile:
+    """A step that waits for nearly half of its time for workers that make a batch in 40 ms."""
+    kinds: dict[str, float] = {}
+    for line in lines:
+        kinds[line.kind] = kinds.get(line.kind, 0.0) + line.time_us
+    work = LoaderWork(each_us=(38_000.0, 42_000.0), samples=samples, kinds=kinds, lines=lines)
+    base = profiles.resnet50()
+    waiting = (IdleCause(cause="data", time_us=4_500.0),)
+    stats = {"next_us": 4_500.0, "late_us": 4_500.0, "work": work}
+    return loading(replace(base, busy_us=5_000.0, idle=waiting, utilization=SPARE), **stats)
+
+
+DECODES = WorkLine(source="data.py:30", what="imread", kind="decode", time_us=24_000.0)
+FLIPS = WorkLine(source="data.py:31", what="flip", kind="flip", time_us=16_000.0)
+
+
+def test_what_a_worker_does_stands_on_the_loaders_card_by_line() -> None:
+    profile = starving((DECODES, FLIPS))
+    table = metrics(profile)
+    assert (table["batch_made_us"].value, table["loader_work"].value) == (40_000.0, "decode 60 %, flip 40 %")
+    found = fired(profile)
+    sites = found["few-loader-workers"].sites
+    assert sites[0].startswith("train.py:51: DataLoader")
+    assert sites[1] == "data.py:30: imread, decode (24.0 ms of 40.0 ms a batch)"
+    assert found["augmented-by-workers"].sites == ("data.py:31: flip, flip (16.0 ms of 40.0 ms a batch)",)
+    assert "flip take 40 %" in found["augmented-by-workers"].message
+
+
+def test_a_loader_that_decodes_and_one_that_hardly_anybody_has_sampled_have_nothing_for_the_gpu() -> None:
+    assert "augmented-by-workers" not in fired(starving((DECODES,)))
+    few = starving((DECODES, FLIPS), samples=5)
+    assert "augmented-by-workers" not in fired(few)
+    assert "only 5 samples" in metrics(few)["loader_work"].reason

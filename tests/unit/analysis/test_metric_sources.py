@@ -8,6 +8,7 @@ import profiles
 import pytest
 
 from advisor.analysis import metrics
+from advisor.core.loading import LoaderWork, WorkLine
 from advisor.core.metrics import BY_NAME, SPECS
 from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Spread, StepProfile
 from advisor.core.provenance import Provenance
@@ -47,7 +48,9 @@ def detailed() -> StepProfile:
     epochs = replace(
         base.input, loader="DataLoader", workers=4, iterators=3, loaders=3, epoch_make_us=9e4, epoch_batches=50.0
     )
-    base = replace(base, input=epochs)
+    line = WorkLine(source="data.py:7", what="RandomHorizontalFlip", kind="flip", time_us=4e4)
+    work = LoaderWork(each_us=(9e4, 9e4), samples=90, kinds={"decode": 5e4, "flip": 4e4}, lines=(line,))
+    base = replace(base, input=replace(epochs, work=work))
     cured = {"anomaly": True, "deterministic_algorithms": True}
     model = replace(model, flags={**model.flags, **cured}, stack_us=40.0)
     base = replace(base, backward_nodes=200.0)

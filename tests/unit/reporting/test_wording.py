@@ -297,6 +297,20 @@ def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time
 def test_what_a_step_would_be_with_its_data_ready(step_us: float, next_us: float, busy_us: float, told: str) -> None:
     profile = StepProfile(
         script="t.py", argv=(), created="", environment=Environment(), step_kind="optimizer", wall_us=None, busy_us=busy_us,
-        step_us=Spread(median=step_us, p10=step_us, p90=step_us, n=9), input=InputStats(next_us=next_us),
+        step_us=Spread(median=step_us, p10=step_us, p90=step_us, n=9), input=InputStats(next_us=next_us, late_us=next_us),
     )  # fmt: skip
     assert wording.fed(profile) == told
+
+
+def test_the_step_with_its_data_ready_is_an_interval_of_what_was_late_and_how_exactly_it_is_known() -> None:
+    base = StepProfile(
+        script="t.py", argv=(), created="", environment=Environment(), step_kind="optimizer", wall_us=None, busy_us=60e3,
+        step_us=Spread(median=160e3, p10=160e3, p90=160e3, n=9),
+        input=InputStats(next_us=80e3, late_us=70e3, next_error_us=4e3),
+    )  # fmt: skip
+    assert base.fed_within_us == (76e3, 94e3)
+    assert wording.fed(base).startswith("76.00 to 94.00 ms with each batch there in time")
+    # No less than the device is busy, no more than the step is now.
+    assert replace(base, busy_us=78e3).fed_within_us == (78e3, 94e3)
+    assert replace(base, input=replace(base.input, late_us=0.0)).fed_within_us == (76e3, 160e3)
+    assert replace(base, input=InputStats()).fed_within_us == (0.0, 0.0)
