@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import hashlib
+import itertools
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ COMPILER = shutil.which("g++") or shutil.which("clang++")
 _FLAGS = ("-std=c++17", "-fPIC", "-shared", "-w", f"-I{INCLUDE}", "-U_FORTIFY_SOURCE")
 # A quarter of a small kernel's time would go into looking for libraries to link: what it calls is the runtime's, which brings those along.
 _UNLINKED = "-nostdlib"
+# The compiler reports each access to the runtime (include/checker.h), which is in the place of the library that looks for races.
+_REPORTED = ("-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0")
 # Kernels pun types through pointers, and may not be contracted where nvcc would not. An index past a local or shared
 # array and a misaligned vector access trap; a register that nobody set holds a huge number.
 _KERNEL_FLAGS = (
@@ -38,6 +41,7 @@ _KERNEL_FLAGS = (
 )
 _ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(")
 _CLUSTERED = re.compile(r"\bCLUSTERED __global__")
+_SHARED = re.compile(r"__shared__\s+(?=(__align__)?)((?:unsigned\s+)?[\w:]+)?")
 _DYNAMIC = re.compile(
     r"extern\s+__shared__\s+(?:__align__\(\s*\d+\s*\)\s*)?([\w:]+(?:\s+[\w:]+)*?)\s+(\w+)\s*\[\s*\]\s*;"
 )
@@ -91,11 +95,11 @@ def _compiled(made: Path, command: list[str], text: str = "") -> Path:
 
 
 @cache
-def _headers_ahead() -> tuple[str, ...]:
+def _headers_ahead(kernel: tuple[str, ...] = _KERNEL_FLAGS) -> tuple[str, ...]:
     """Flags by which g++ finds BUILTINS compiled ahead: it is half of what a small kernel takes. Other flags than a kernel's pass it by."""
     if Path(str(COMPILER)).name != "g++":
         return ()
-    flags = _usable(_KERNEL_FLAGS)
+    flags = _usable(kernel)
     folder = _folder() / f"headers-{_key('', flags)}"
     folder.mkdir(mode=0o700, exist_ok=True)
     _compiled(folder / f"{BUILTINS}.gch", [str(COMPILER), *flags, "-x", "c++-header", str(INCLUDE / BUILTINS)])
@@ -105,7 +109,8 @@ def _headers_ahead() -> tuple[str, ...]:
 def _build(text: str, flags: tuple[str, ...]) -> Path:
     """The shared library of this C++ text, compiled once for equal text, flags and emulation headers."""
     flags = _usable(flags)
-    command = [str(COMPILER), *_headers_ahead(), *flags, "-x", "c++", "-"]
+    ahead = _headers_ahead((*_KERNEL_FLAGS, *_REPORTED) if set(_REPORTED) <= set(flags) else _KERNEL_FLAGS)
+    command = [str(COMPILER), *ahead, *flags, "-x", "c++", "-"]
     return _compiled(_folder() / f"{_key(text, flags)}.so", command, text)
 
 
@@ -115,29 +120,65 @@ def runtime() -> ctypes.PyDLL:
     return ctypes.PyDLL(str(_build((HERE / "runtime.cpp").read_text(), ("-O2",))), mode=ctypes.RTLD_GLOBAL)
 
 
+_ZONE = "emulated_zone_"  # begins the names of what lies between shared arrays
+
+
+def _apart(source: str) -> str:
+    """The source with 17 bytes of nobody's before each shared array, and each aligned as its declaration says and no better.
+
+    A C++ compiler would align them all for vectors; nvcc does not.
+    """
+    number = itertools.count()
+
+    def declared(found: re.Match[str]) -> str:
+        zone = f'static __attribute__((section("emulated_shared"), used)) char {_ZONE}{next(number)}[17];'
+        own = "" if found[1] else f"__attribute__((aligned(alignof({found[2]})))) "
+        return f"{zone} __shared__ {own}{found[2] or ''}"
+
+    first, last = (
+        f'static __attribute__((section("emulated_shared"), used, aligned(16))) char {_ZONE}{name}[{size}];\n'
+        for name, size in (
+            ("first", 16),
+            ("last", 17),
+        )  # so that in either order what follows begins at no multiple of more than it must
+    )
+    return first + _SHARED.sub(declared, source) + last
+
+
 class Module:
     """One source with one set of macros, loaded."""
 
-    def __init__(self, source: str, defines: Mapping[str, int]) -> None:
+    def __init__(self, source: str, defines: Mapping[str, int], checked: bool = False) -> None:
         runtime()
+        self.checked = checked
         self.entries = tuple(dict.fromkeys(_ENTRY.findall(source)))
         self.cluster = int(defines["CLUSTER"]) if _CLUSTERED.search(source) else 1
-        body = _DYNAMIC.sub(r"\1* const \2 = (\1*)emulation::dynamic_shared();", source)
+        body = _apart(_DYNAMIC.sub(r"\1* const \2 = (\1*)emulation::dynamic_shared();", source))
         exports = "".join(f"EMULATED({entry})\n" for entry in self.entries)
         # On lines of their own: line n of `text` is what a fault names.
         self.text = f'#include "{BUILTINS}"\nnamespace {{\n{body}\n}}\n{exports}EMULATED_SHARED()\n'
-        self._flags = (*_KERNEL_FLAGS, _UNLINKED, *(f"-D{name}={value}" for name, value in sorted(defines.items())))
+        reported = _REPORTED if checked else ()
+        self._flags = (
+            *_KERNEL_FLAGS,
+            *reported,
+            _UNLINKED,
+            *(f"-D{name}={value}" for name, value in sorted(defines.items())),
+        )
         self.path = _build(self.text, self._flags)
         self.library = ctypes.PyDLL(str(self.path))
         for edge in (self.library.emulated_shared_begin, self.library.emulated_shared_end):
             edge.restype = ctypes.c_void_p
 
     def static_shared(self, entry: str) -> int:
-        """Bytes of static shared memory that a launch of this entry takes: not what other entries of the source have in theirs."""
+        """Bytes of static shared memory that a launch of this entry takes."""
+        return sum(size for _, size in self.shared_arrays(entry))
+
+    def shared_arrays(self, entry: str) -> list[tuple[int, int]]:
+        """Begin in the static section and bytes of each array there: not what other entries of the source have in theirs."""
         begin, end = (_symbol(self.path, f"__{edge}_emulated_shared") for edge in ("start", "stop"))
         others = tuple(f"_ZZ{len(name)}{name}E" for name in self.entries if name != entry)
-        found = (size for name, at, size in _variables(self.path) if name.startswith(others) and begin <= at < end)
-        return end - begin - sum(found)
+        found = (v for v in _variables(self.path) if begin <= v[1] < end and not v[0].startswith(others))
+        return [(at - begin, size) for name, at, size in found if _ZONE not in name]
 
     def parameters(self, entry: str) -> tuple[str, ...]:
         """The entry's parameters, each as kind and size: "p8", "c8" (const pointer), "i4", "f4" …"""
@@ -178,6 +219,7 @@ def _variables(library: Path) -> list[tuple[str, int, int]]:
 
 
 @cache
-def module(name: str, defines: tuple[tuple[str, int], ...]) -> Module:
-    """`kernels/<name>` with these macros."""
-    return Module(sources.inlined(kernels_dir() / name, (INCLUDE, kernels_dir() / "include")), dict(defines))
+def module(name: str, defines: tuple[tuple[str, int], ...], checked: bool = False) -> Module:
+    """`kernels/<name>` with these macros; `checked`: as one whose accesses are all looked at."""
+    text = sources.inlined(kernels_dir() / name, (INCLUDE, kernels_dir() / "include"))
+    return Module(text, dict(defines), checked)

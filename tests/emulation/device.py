@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import signal
 import sys
 from collections import Counter
@@ -24,6 +25,7 @@ from emulation.compiler import EmulationError
 _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
+CHECKED = os.environ.get("EMULATION_CHECKED") == "1"  # of all tests, whatever they say themselves
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
 
 
@@ -52,15 +54,24 @@ class _Launch(ctypes.Structure):
         ("fault_code", ctypes.c_void_p),
         ("fault_block", ctypes.c_uint * 3),
         ("fault_thread", ctypes.c_uint),
+        ("spans", ctypes.c_void_p),
+        ("own_static", ctypes.c_void_p),
+        ("span_count", ctypes.c_uint),
+        ("checked", ctypes.c_uint),
     )
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("begin", ctypes.c_void_p), ("bytes", ctypes.c_size_t), ("given", ctypes.c_void_p))
 
 
 class _Buffer:
     """The device's copy of one storage for one launch."""
 
-    def __init__(self, begin: int, size: int) -> None:
+    def __init__(self, begin: int, size: int, checked: bool) -> None:
         self.begin, self.size, self.region, self.written = begin, size, _Region(), False
         self.names: list[str] = []
+        self.given = np.full(size, not checked, dtype=np.uint8)  # 1 where a byte is of a tensor that was passed
         compiler.runtime().emulation_allocate(ctypes.c_size_t(size), ctypes.byref(self.region))
         ctypes.memmove(self.region.data, begin, size)
 
@@ -72,6 +83,8 @@ class _Buffer:
     def where(self, address: int) -> str:
         """How far outside the buffer an address lies; empty when it is not near."""
         offset = address - self.region.data
+        if 0 <= offset < self.size and not self.given[offset]:
+            return f"the storage of {' and '.join(self.names)}, outside the tensor, {offset} bytes behind its begin"
         if 0 <= offset < self.size or not self.region.map <= address < self.region.map + self.region.map_bytes:
             return ""
         far = f"{-offset} bytes before" if offset < 0 else f"{offset - self.size} bytes behind"
@@ -81,17 +94,46 @@ class _Buffer:
         compiler.runtime().emulation_release(ctypes.byref(self.region))
 
 
+_View = tuple[int, int, tuple[int, ...], tuple[int, ...]]  # offset in elements, bytes of one, shape, strides
+
+
+def _end(view: _View) -> int:
+    """Bytes from the storage's begin to the view's end."""
+    offset, itemsize, shape, strides = view
+    return itemsize * (offset + 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)))
+
+
 class _Memory:
     """The storages whose address a launch may pass: those that were asked for it, as long as they live."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[int, StorageWeakRef]] = {}
+        self._views: dict[int, dict[_View, None]] = {}  # of each storage
 
     def note(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         begin = torch.UntypedStorage.data_ptr(storage)
         if begin:
-            self._known[begin] = storage.nbytes(), StorageWeakRef(storage)
+            known = self._known.get(begin)
+            if known is None or known[1].expired():
+                self._known[begin] = storage.nbytes(), StorageWeakRef(storage)
+                self._views[begin] = {}
+            view = (tensor.storage_offset(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+            self._views[begin][view] = None
+
+    def bytes_at(self, begin: int, size: int, address: int) -> np.ndarray[Any, Any]:
+        """1 for those bytes of a storage that are of the tensors that begin at an address; of those around it where none does."""
+        views = self._views.get(begin, {})
+        at = [v for v in views if begin + v[0] * v[1] == address] or [
+            v for v in views if begin + v[0] * v[1] < address < begin + _end(v)
+        ]
+        found = np.zeros(size, dtype=np.uint8)
+        for offset, itemsize, shape, strides in at:
+            place = found[offset * itemsize :]
+            sizes, steps = (*shape, itemsize), (*(s * itemsize for s in strides), 1)
+            if all(shape):
+                np.lib.stride_tricks.as_strided(place, sizes, steps)[...] = 1
+        return found if at else np.ones(size, dtype=np.uint8)
 
     def holding(self, address: int) -> tuple[int, int]:
         """Begin and size of the storage around an address.
@@ -110,6 +152,7 @@ class _Memory:
 
     def sweep(self) -> None:
         self._known = {begin: known for begin, known in self._known.items() if not known[1].expired()}
+        self._views = {begin: views for begin, views in self._views.items() if begin in self._known}
 
 
 class Entry:
@@ -215,10 +258,12 @@ class Entry:
             return 0
         begin, size = self._device.memory.holding(address)
         if begin not in buffers:
-            buffers[begin] = _Buffer(begin, size)
+            buffers[begin] = _Buffer(begin, size, self._module.checked)
         buffer = buffers[begin]
         buffer.names.append(name)
         buffer.written |= written
+        if self._module.checked:
+            buffer.given |= self._device.memory.bytes_at(begin, size, address)
         return int(buffer.region.data) + address - begin
 
     def _run(
@@ -233,6 +278,11 @@ class Entry:
         library = self._module.library
         argv = (ctypes.c_void_p * len(values))(*(value.ctypes.data for value in values))
         message = ctypes.create_string_buffer(512)
+        spans = (_Span * len(buffers))(*((b.region.data, b.size, b.given.ctypes.data) for b in buffers))
+        section = (library.emulated_shared_end() or 0) - (library.emulated_shared_begin() or 0)
+        own = np.zeros(section, dtype=np.uint8)
+        for begin, size in self._module.shared_arrays(self.name) if self._module.checked else ():
+            own[begin : begin + size] = 1
         launch = _Launch(
             entry=ctypes.cast(getattr(library, f"emulated_{self.name}"), ctypes.c_void_p).value,
             arguments=ctypes.addressof(argv),
@@ -246,14 +296,22 @@ class Entry:
             seed=next(self._device.seeds),
             message=ctypes.addressof(message),
             message_size=len(message),
+            spans=ctypes.addressof(spans),
+            own_static=own.ctypes.data,
+            span_count=len(buffers),
+            checked=self._module.checked,
         )
         status = compiler.runtime().emulation_launch(ctypes.byref(launch))
         if status == 0:
             return
-        if status < 0:
-            raise EmulationError(f"{self.name}: {message.value.decode()}")
         address = launch.fault_address or 0
         near = next((text for buffer in buffers if (text := buffer.where(address))), "")
+        if status < 0:
+            what, behind, thread = message.value.decode().partition(" (block")
+            if what in ("reads", "writes"):
+                what += f" {near}" if near else f" at {address:#x}, where no tensor is"
+            line = self._module.line_at(launch.fault_code - 1) if launch.fault_code else ""
+            raise EmulationError(f"{self.name}: {what}{behind}{thread}" + (f", near: {line}" if line else ""))
         if signal.Signals(status) in (signal.SIGSEGV, signal.SIGBUS):
             what = f"reads or writes {near}" if near else f"reads or writes at {address:#x}, where no tensor is"
         elif signal.Signals(status) == signal.SIGFPE:
@@ -281,9 +339,21 @@ class Device:
         self.exchanged: torch.Tensor | None = None
         self.seeds = itertools.count(1)
         self._sm_count, self._arch = 3, 90
+        self.checked = CHECKED
 
-    def use(self, *, sm_count: int | None = None, arch: int | None = None, seed: int | None = None) -> None:
-        """Be a device of this size from here on. With few SMs small tensors take the paths of many blocks and passes."""
+    def use(
+        self,
+        *,
+        sm_count: int | None = None,
+        arch: int | None = None,
+        seed: int | None = None,
+        checked: bool | None = None,
+    ) -> None:
+        """Be a device of this size from here on. With few SMs small tensors take the paths of many blocks and passes.
+
+        With `checked` every access of a kernel is looked at (include/checker.h), which takes about ten times as long.
+        """
+        self.checked = self.checked if checked is None else checked
         self._sm_count = self._sm_count if sm_count is None else sm_count
         self._arch = self._arch if arch is None else arch
         self.seeds = self.seeds if seed is None else itertools.count(seed)
@@ -312,13 +382,13 @@ class Device:
     def function(
         self, name: str, entry: str, defines: tuple[tuple[str, int], ...], device: int, most_dynamic: int = 0
     ) -> Entry:
-        found = Entry(self, compiler.module(name, tuple(sorted(defines))), entry)
+        found = Entry(self, compiler.module(name, tuple(sorted(defines)), self.checked), entry)
         found.most_dynamic = most_dynamic
         return found
 
     def compiled(self, source: str, entry: str, defines: Mapping[str, int] | None = None) -> Entry:
         """A kernel from its text: for tests of kernels that are no file."""
-        return Entry(self, compiler.Module(source, defines or {}), entry)
+        return Entry(self, compiler.Module(source, defines or {}, self.checked), entry)
 
 
 def forget_launches() -> None:
@@ -330,7 +400,23 @@ def forget_launches() -> None:
                     value.cache_clear()
 
 
-def _boxes(
+def _refused(address: int, made_of: tensor_map.Description) -> str:
+    """Why the driver would make no map of this (cuTensorMapEncodeTiled); empty when it would."""
+    offset, sizes, strides, box, swizzle = made_of
+    if (address + offset) % 16:
+        return f"a map's tensor begins at no multiple of 16 bytes: {address + offset:#x}"
+    if any(stride % 16 or stride >= 2**40 for stride in strides):
+        return f"a map's strides are no multiples of 16 bytes below 2^40: {strides}"
+    if not all(1 <= size <= 2**32 for size in sizes):
+        return f"no map has sizes of {sizes}"
+    if not all(1 <= size <= 256 for size in box):
+        return f"no map has a box of {' x '.join(map(str, reversed(box)))}"
+    if 2 * box[0] != {2: 64, 3: 128}[swizzle]:
+        return f"a line of {2 * box[0]} bytes is not what swizzle {swizzle} swaps"
+    return ""
+
+
+def emulated_boxes(
     x: torch.Tensor,
     channels: int,
     columns: int,
@@ -341,6 +427,11 @@ def _boxes(
 ) -> Any:
     """What tensor_map.cuh's twin takes for maps."""
     n, c, h, w = x.shape
+    if 2 * channels not in (64, 128):
+        raise EmulationError(f"no swizzle is of lines of {2 * channels} bytes")
+    for made_of in tensor_map._descriptions(n, c, h, w, channels, columns, rows, groups, tuple(parts), step):
+        if reason := _refused(torch.Tensor.data_ptr(x), made_of):
+            raise EmulationError(reason)
     words = np.zeros((len(parts), 32), dtype=np.int32)
     for at, (row, column) in enumerate(parts):
         words[at, :11] = c // groups, groups, w, h, n, channels, columns, rows, step, column, row
@@ -401,7 +492,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("function", "sm_count", "arch", "tickets", "exchange", "keeps"):
         monkeypatch.setattr(nvrtc, name, getattr(device, name))
     monkeypatch.setattr(tensor_map, "unavailable", lambda: "")
-    monkeypatch.setattr(tensor_map, "boxes", _boxes)
+    monkeypatch.setattr(tensor_map, "boxes", emulated_boxes)
     with dispatch.everything():
         yield device
     monkeypatch.undo()

@@ -10,6 +10,7 @@
 #include "runtime.h"
 
 #include <algorithm>
+#include <array>
 #include <climits>
 #include <csetjmp>
 #include <csignal>
@@ -17,8 +18,11 @@
 #include <cstdio>
 #include <cstring>
 #include <iterator>
+#include <map>
+#include <memory>
 #include <vector>
 
+#include <link.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -37,6 +41,7 @@ struct Copy {
   void* to;
   const void* from;
   int bytes, valid, group;
+  bool made;  // the rest of it is that it is waited for
 };
 
 struct Fiber : Thread {
@@ -77,6 +82,7 @@ struct Block {
 constexpr unsigned kMostBlocks = 16;  // of a cooperative launch; of a cluster 8, without asking for more
 constexpr size_t kStack = 256 << 10;
 constexpr unsigned kMostThreads = 1024;
+constexpr size_t kGuard = 1 << 20;  // bytes around a buffer that nobody may touch
 constexpr long kMostSpins = 20'000'000;
 
 Block blocks[kMostBlocks];
@@ -100,6 +106,8 @@ uint64_t state_of_random;
 long spins;
 
 Fiber* self() { return static_cast<Fiber*>(current); }
+
+#include "checker.h"
 
 void loop() {
   for (;;) {
@@ -190,6 +198,7 @@ bool resolve_warps(unsigned first, unsigned behind) {
         mine[k] = f.mine;
       }
       if (present != needed) continue;
+      current = &leader;
       leader.together(mine, present);
       for (unsigned k = 0; k < lanes; ++k)
         if (present >> k & 1u) fibers[base + k].state = State::ready;
@@ -215,7 +224,10 @@ void wake() {
 // Lets the block's threads go on that waited for something that is so by now.
 void resolve_conditions() {
   for (unsigned i = 0; i < threads; ++i)
-    if (Fiber& f = fibers[i]; f.state == State::at_condition && f.reached(f.at, f.wanted)) f.state = State::ready;
+    if (Fiber& f = fibers[i]; f.state == State::at_condition) {
+      current = &f;
+      if (f.reached(f.at, f.wanted)) f.state = State::ready;
+    }
 }
 
 // Lets the threads go on for whom all others of the cluster have arrived. True when there were any.
@@ -279,6 +291,7 @@ bool resolve_barrier() {
   }
   if (!waiting) return false;
   if (returned) fail_stuck(*waiting, *returned, "divergent barrier");
+  order_block(tracks[here]);
   for (unsigned i = 0; i < threads; ++i) {
     fibers[i].state = State::ready;
     fibers[i].count = count;
@@ -288,6 +301,9 @@ bool resolve_barrier() {
 
 void begin(Block& block) {
   ++blocks_run;
+  Track& track = tracks[&block - blocks];
+  begin_track(track);
+  order_block(track);
   std::fill(std::begin(block.parts), std::end(block.parts), Part{});
   for (unsigned i = 0; i < threads; ++i) {
     Fiber& f = block.fibers[i];
@@ -443,13 +459,32 @@ unsigned live_lanes() {
 
 void* dynamic_shared() { return dynamic; }
 
+void acts(unsigned lane) { current = &fibers[current->number / 32 * 32 + lane]; }
+
+void ordered(unsigned lanes) { order_lanes(tracks[here], current->number / 32 * 32, lanes); }
+
+void arrived(const void* object) { arrive_at(object); }
+
+void passed(const void* object) { leave(object); }
+
+void synchronises(const void* object, size_t bytes) { mark(object, bytes, &Cell::synchronises, true); }
+
+void accessed(const void* at, size_t bytes, Doing doing) {
+  look(at, bytes, true, static_cast<Access>(doing), __builtin_return_address(0));
+}
+
+As::As(unsigned thread) : before(current) { current = &fibers[thread]; }
+As::~As() { current = before; }
+
 void cluster_arrive() {
+  arrive_at(&tracks[here]);
   if (self()->arrivals++ != self()->waits) fail("a thread arrives at the cluster's barrier again without having waited");
 }
 
 void cluster_wait() {
   if (self()->arrivals == self()->waits) fail("a thread waits at the cluster's barrier without having arrived");
   wait(State::at_cluster);
+  leave(&tracks[here]);
 }
 
 const void* in_block_of_cluster(const void* at, int rank) {
@@ -480,12 +515,14 @@ void wait_until(Reached reached, const void* at, unsigned wanted) {
 
 void wait_for_part(int id, int count) {
   Part& part = blocks[here].parts[id];
+  arrive_at(&part);
   if (++part.arrived == count) {
     part.arrived = 0;
     ++part.rounds;
   } else {
     wait_until([](const void* at, unsigned round) { return static_cast<const Part*>(at)->rounds != round; }, &part, part.rounds);
   }
+  leave(&part);
 }
 
 void pause() { wait(State::ready); }
@@ -498,13 +535,16 @@ void spin() {
 void copy_async(void* to, const void* from, int bytes, int valid) {
   if (reinterpret_cast<uintptr_t>(to) % bytes || (valid && reinterpret_cast<uintptr_t>(from) % bytes))
     fail("cp.async of %d bytes between addresses that are no multiples of it", bytes);
-  const Copy copy{to, from, bytes, valid, self()->group};
-  if (random() & 1) {
-    self()->copies.push_back(copy);
-  } else {
+  const void* code = __builtin_return_address(0);
+  look(from, valid, false, Access::read, code);
+  look(to, bytes, true, Access::write, code);  // not behind another copy that is under way
+  mark(to, bytes, &Cell::copying, true);
+  const bool made = random() & 1;
+  if (made) {
     memcpy(to, from, valid);
     memset(static_cast<char*>(to) + valid, 0, bytes - valid);
   }
+  self()->copies.push_back({to, from, bytes, valid, self()->group, made});
 }
 
 void commit_copies() { ++self()->group; }
@@ -514,8 +554,12 @@ void wait_copies(int groups_left) {
   std::vector<Copy> later;
   for (const Copy& c : fiber->copies) {
     if (c.group < fiber->group - groups_left) {
-      memcpy(c.to, c.from, c.valid);
-      memset(static_cast<char*>(c.to) + c.valid, 0, c.bytes - c.valid);
+      if (!c.made) {
+        memcpy(c.to, c.from, c.valid);
+        memset(static_cast<char*>(c.to) + c.valid, 0, c.bytes - c.valid);
+      }
+      mark(c.to, c.bytes, &Cell::copying, false);
+      look(c.to, c.bytes, true, Access::copy, __builtin_return_address(0));
     } else {
       later.push_back(c);
     }
@@ -542,12 +586,37 @@ struct Launch {
   size_t message_size;
   void *fault_address, *fault_code;  // out
   unsigned fault_block[3], fault_thread;  // out
+  // Where `checked`: every access is looked at (include/checker.h).
+  const Span* spans;
+  const unsigned char* own_static;
+  unsigned span_count, checked;
 };
 
 namespace {
 
-constexpr size_t kGuard = 1 << 20;
 char pattern(const char* at) { return reinterpret_cast<uintptr_t>(at) & 1 ? char(0xFF) : char(0xC5); }
+
+// The library that this is in: its tables may be read, and what its twins of hardware keep.
+void find_image(const char* code, const char*& image_begin, const char*& image_end) {
+  struct Found { const char *code, *begin, *end; } wanted{code, nullptr, nullptr};
+  const auto found = [](dl_phdr_info* info, size_t, void* into) {
+    Found& wanted = *static_cast<Found*>(into);
+    const char *begin = nullptr, *end = nullptr;
+    for (int i = 0; i < info->dlpi_phnum; ++i) {
+      if (info->dlpi_phdr[i].p_type != PT_LOAD) continue;
+      const char* at = reinterpret_cast<const char*>(info->dlpi_addr + info->dlpi_phdr[i].p_vaddr);
+      begin = begin ? std::min(begin, at) : at;
+      end = std::max(end, at + info->dlpi_phdr[i].p_memsz);
+    }
+    if (wanted.code < begin || wanted.code >= end) return 0;
+    wanted.begin = begin;
+    wanted.end = end;
+    return 1;
+  };
+  dl_iterate_phdr(found, &wanted);
+  image_begin = wanted.begin;
+  image_end = wanted.end;
+}
 
 int launch(Launch& l) {
   const int signals[] = {SIGSEGV, SIGBUS, SIGILL, SIGTRAP, SIGFPE};
@@ -611,6 +680,7 @@ void emulation_release(Region* region) { munmap(region->map, region->map_bytes);
 
 // 0 when the kernel ran to its end; -1 with a message; else the number of the signal that stopped it.
 int emulation_launch(Launch* l) {
+  int status;
   cluster = l->cluster;
   cooperative = l->cooperative;
   Region shared[kMostBlocks];
@@ -630,9 +700,21 @@ int emulation_launch(Launch* l) {
   message = l->message;
   message_size = l->message_size;
   current = nullptr;
-  int status = launch(*l);
-  l->fault_address = fault_address;
-  l->fault_code = fault_code;
+  checking = l->checked;
+  spans = l->spans;
+  span_count = l->span_count;
+  last_span = 0;
+  own_static = l->own_static;
+  dynamic_size = l->dynamic_bytes;
+  at_fault = code_at_fault = nullptr;
+  scheduler_stack = reinterpret_cast<const char*>(&status) + (64 << 10);
+  if (checking) {
+    find_image(reinterpret_cast<const char*>(entry), image_begin, image_end);
+    find_image(reinterpret_cast<const char*>(&tracks), runtime_begin, runtime_end);
+  }
+  status = launch(*l);
+  l->fault_address = status < 0 ? const_cast<void*>(at_fault) : fault_address;
+  l->fault_code = status < 0 ? const_cast<void*>(code_at_fault) : fault_code;
   l->fault_thread = current ? current->number : 0;
   l->fault_block[0] = block_index.x, l->fault_block[1] = block_index.y, l->fault_block[2] = block_index.z;
   for (unsigned b = 0; b < cluster; ++b) {
@@ -648,3 +730,20 @@ int emulation_launch(Launch* l) {
 }  // extern "C"
 
 }  // namespace emulation
+
+// What the compiler calls before each access of a checked kernel, with the size that it has; `unaligned` where the type promises less.
+extern "C" {
+#define LOOKED_AT(bytes)                                                                                                               \
+  void __tsan_read##bytes(void* at) { emulation::look(at, bytes, true, emulation::Access::read, __builtin_return_address(0)); }            \
+  void __tsan_write##bytes(void* at) { emulation::look(at, bytes, true, emulation::Access::write, __builtin_return_address(0)); }          \
+  void __tsan_unaligned_read##bytes(void* at) { emulation::look(at, bytes, false, emulation::Access::read, __builtin_return_address(0)); } \
+  void __tsan_unaligned_write##bytes(void* at) { emulation::look(at, bytes, false, emulation::Access::write, __builtin_return_address(0)); }
+LOOKED_AT(1)
+LOOKED_AT(2)
+LOOKED_AT(4)
+LOOKED_AT(8)
+LOOKED_AT(16)
+void __tsan_read_range(void* at, size_t bytes) { emulation::look(at, bytes, false, emulation::Access::read, __builtin_return_address(0)); }
+void __tsan_write_range(void* at, size_t bytes) { emulation::look(at, bytes, false, emulation::Access::write, __builtin_return_address(0)); }
+void __tsan_init() {}
+}

@@ -53,6 +53,14 @@ def test_kernels_pass_the_checks_of_verify(emulated, family: Family, case: Case)
     assert emulated.launches
 
 
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_every_access_of_the_kernels_is_one_that_a_gpu_makes(emulated, family: Family, case: Case) -> None:
+    """Sliced inputs and tensors that begin between two vectors among them."""
+    emulated.use(checked=True)
+    test_kernels_pass_the_checks_of_verify(emulated, family, case)
+
+
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 

@@ -74,7 +74,7 @@ inline void __nanosleep(unsigned) { emulation::spin(), emulation::pause(); }
 inline void __trap() { emulation::fail("__trap()"); }
 
 inline void __syncwarp(unsigned mask = 0xffffffffu) {
-  emulation::collective([](void* const*, unsigned) {}, mask, nullptr);
+  emulation::collective([](void* const*, unsigned present) { emulation::ordered(present); }, mask, nullptr);
 }
 inline unsigned __activemask() { return emulation::live_lanes(); }
 
@@ -185,9 +185,11 @@ unsigned __match_any_sync(unsigned mask, T value) {
 }
 
 // ---- atomics: a thread is only ever interrupted where it waits
+#define EMULATED_UNREPORTED __attribute__((no_sanitize("thread")))
 #define EMULATED_ATOMIC(name, expression)                                                            \
   template <class T>                                                                                 \
-  T name(T* at, std::common_type_t<T> value) {                                                       \
+  EMULATED_UNREPORTED T name(T* at, std::common_type_t<T> value) {                                   \
+    emulation::accessed(at, sizeof(T), emulation::Doing::atomic);                                    \
     const T old = *at;                                                                               \
     *at = (expression);                                                                              \
     emulation::spin();                                                                               \
@@ -206,7 +208,8 @@ EMULATED_ATOMIC(atomicXor, T(old ^ value))
 EMULATED_ATOMIC(atomicInc, old >= value ? T(0) : T(old + 1))
 EMULATED_ATOMIC(atomicDec, old == 0 || old > value ? value : T(old - 1))
 template <class T>
-T atomicCAS(T* at, std::common_type_t<T> compare, std::common_type_t<T> value) {
+EMULATED_UNREPORTED T atomicCAS(T* at, std::common_type_t<T> compare, std::common_type_t<T> value) {
+  emulation::accessed(at, sizeof(T), emulation::Doing::atomic);
   const T old = *at;
   if (old == compare) *at = value;
   emulation::spin();
@@ -362,11 +365,11 @@ const char* parameters(void (*)(P...)) {
 }
 
 template <class... P, size_t... I>
-void call(void (*kernel)(P...), void* const* arguments, std::index_sequence<I...>) {
+EMULATED_UNREPORTED void call(void (*kernel)(P...), void* const* arguments, std::index_sequence<I...>) {
   kernel(*static_cast<std::remove_const_t<P>*>(arguments[I])...);
 }
 template <class... P>
-void call(void (*kernel)(P...), void* const* arguments) {
+EMULATED_UNREPORTED void call(void (*kernel)(P...), void* const* arguments) {
   call(kernel, arguments, std::index_sequence_for<P...>{});
 }
 

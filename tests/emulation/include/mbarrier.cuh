@@ -1,12 +1,16 @@
 // Emulated twin of kernels/include/mbarrier.cuh.
 
-struct Barrier {
+struct __align__(8) Barrier {
   unsigned short pending, arrivals;  // of threads
   unsigned char phase, unused;
   unsigned short missing;            // bytes in units of 16
 };
 
-inline void initialise(Barrier* b, int arrivals) { *b = {(unsigned short)arrivals, (unsigned short)arrivals, 0, 0, 0}; }
+inline void initialise(Barrier* b, int arrivals) {
+  if (reinterpret_cast<uintptr_t>(b) % 8) emulation::fail("a barrier at an address that is no multiple of 8");
+  emulation::synchronises(b, sizeof *b);
+  *b = {(unsigned short)arrivals, (unsigned short)arrivals, 0, 0, 0};
+}
 
 inline void emulated_end_of_phase(Barrier* b) {
   if (b->pending > 0 || b->missing > 0) return;
@@ -16,6 +20,7 @@ inline void emulated_end_of_phase(Barrier* b) {
 
 inline void arrive(Barrier* b) {
   if (b->pending == 0 || b->pending > b->arrivals) emulation::fail("an arrival at a barrier that expects none");
+  emulation::arrived(b);
   --b->pending;
   emulated_end_of_phase(b);
 }
@@ -42,6 +47,7 @@ inline void wait(Barrier* b, int parity) {
         return (static_cast<const Barrier*>(at)->phase & 1) != parity;
       },
       b, unsigned(parity));
+  emulation::passed(b);
 }
 
 inline void order_with_hardware() {}

@@ -75,6 +75,7 @@ void emulated_ldmatrix(void* const* lanes, unsigned present) {
   unsigned short values[MATRICES][8][8];
   for (int i = 0; i < MATRICES * 8; ++i) {
     const void* row = static_cast<const EmulatedLdmatrix*>(lanes[i])->row;
+    emulation::acts(i);
     if (reinterpret_cast<uintptr_t>(row) % 16) emulation::fail("ldmatrix from an address that is no multiple of 16");
     memcpy(values[i / 8][i % 8], row, 16);
   }

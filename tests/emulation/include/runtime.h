@@ -52,6 +52,20 @@ using Reached = bool (*)(const void* at, unsigned wanted);
 void wait_until(Reached reached, const void* at, unsigned wanted);
 void wait_for_part(int id, int threads);  // for so many of the block, at barrier `id` of 16
 
+// For a kernel whose accesses are looked at (checker.h); else they do nothing. What hardware does for a thread counts as the thread's.
+void acts(unsigned lane);                           // inside `together`: what follows is this lane's
+void ordered(unsigned lanes);                       // inside `together`: these know what each other did until now
+void arrived(const void* object);                   // who passes there later knows what this thread knows now
+void passed(const void* object);
+void synchronises(const void* object, size_t bytes);  // a barrier: to be touched in any order
+enum class Doing { read, write, atomic };
+void accessed(const void* at, size_t bytes, Doing doing);  // of code that the compiler does not report
+struct As {  // while it lives, this thread does what is done
+  explicit As(unsigned thread);
+  ~As();
+  Thread* before;
+};
+
 // What a launch does, for one thread.
 using Entry = void (*)(void* const* arguments);
 

@@ -39,9 +39,12 @@ struct EmulatedCopy {
   char *box, *tensor;
   Barrier* full;
   int channel, group, column, row, image;
+  unsigned thread;  // that asked for it
 
   void make() const {
+    const emulation::As whoever_asked(thread);
     emulated_box(*map, box, tensor, false, channel, group, column, row, image);
+    emulation::arrived(full);
     emulated_bytes(full, map->box_columns * map->box_rows * map->box_channels * 2);
   }
 };
@@ -67,7 +70,8 @@ inline void copy_box(
   emulated_copying = emulation::blocks_run;
   emulated_coming = emulated_bring;
   char* tensor = static_cast<char*>(const_cast<void*>(from));
-  const EmulatedCopy mine{&map, static_cast<char*>(to), tensor, full, channel, group, column, row, image};
+  const EmulatedCopy mine{&map, static_cast<char*>(to), tensor, full, channel, group, column, row, image,
+                          emulation::current->number};
   if (reinterpret_cast<uintptr_t>(full) / sizeof(Barrier) % 2 == 0)
     mine.make();
   else if (emulated_copy_count == 256)

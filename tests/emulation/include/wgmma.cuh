@@ -34,14 +34,16 @@ inline float emulated_value(unsigned short v) {
 }
 
 // The 16-bit value of an operand: `across` the summed dimension, or `along` its rows or columns.
-inline float emulated_operand(Operand operand, int place, int k, bool along) {
+EMULATED_UNREPORTED inline float emulated_operand(Operand operand, int place, int k, bool along) {
   const unsigned start = (operand & 0x3fff) << 4, stride = (operand >> 32 & 0x3fff) << 4, next = (operand >> 16 & 0x3fff) << 4;
   const int bytes = operand >> 62 == 1 ? 128 : 64, values = bytes / 2;
   const int line = along ? k : place, inside = along ? place % values : k;
   unsigned at = start + (along ? place / values * next : 0) + line / 8 * stride + line % 8 * bytes + inside * 2;
   at ^= bytes == 128 ? (at >> 7 & 7) << 4 : (at >> 7 & 3) << 4;
+  const char* value = static_cast<const char*>(emulation::dynamic_shared()) + at;
+  if (at % 16 == 0) emulation::accessed(value, 16, emulation::Doing::read);  // a unit at once, of which all eight are asked for
   unsigned short v;
-  memcpy(&v, static_cast<const char*>(emulation::dynamic_shared()) + at, 2);
+  memcpy(&v, value, 2);
   return emulated_value(v);
 }
 
@@ -70,6 +72,7 @@ inline void emulated_wgmma(void* const* lanes, unsigned present) {
       p.d[i] = float(sum);
     }
   }
+  emulation::ordered(present);  // each lane waits for the warp's products
 }
 
 inline void products_begin() {
@@ -122,6 +125,7 @@ inline void emulated_stmatrix_trans(void* const* lanes, unsigned present) {
   if (present != 0xffffffffu) emulation::fail("stmatrix without all lanes of the warp");
   for (int i = 0; i < 32; ++i) {
     void* to = static_cast<const EmulatedStmatrix*>(lanes[i])->column;
+    emulation::acts(i);
     if (reinterpret_cast<uintptr_t>(to) % 16) emulation::fail("stmatrix to an address that is no multiple of 16");
     unsigned short column[8];
     for (int row = 0; row < 8; ++row) {
