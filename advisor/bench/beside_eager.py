@@ -17,7 +17,7 @@ _TEXT = f"""## Host and memory beside eager
 Of what is dispatched, by family and pass, without the comparisons of convolution and norm apart. *Host*: ours less eager's, median, and in how many rows it
 is {MOST_HOST_US:.0f} µs or less; CUDA graphs take it away. *Memory*: the pass's peak over eager's, median; in how many rows it is more, and the most, with where that is
 and by how many bytes. A row is of the kernels alone: of the 3x3 and the strided 1x1 convolutions they make those products too that a training
-leaves to PyTorch. Why, and what is allowed: [0023](../../decisions/0023-host-and-memory-beside-eager.md).
+leaves to PyTorch. Why, and what is allowed: [the note](../../notes/host-cost-of-a-call.md).
 """
 
 

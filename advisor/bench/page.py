@@ -33,15 +33,15 @@ may on none take {tie} more than what it replaces.
 
 All contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
 behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
-2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([0038](../decisions/0038-calls-in-a-row.md)). *Limit* is the time for the
+2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([how](../notes/kernels/how-kernels-are-measured.md#rows-of-calls)). *Limit* is the time for the
 bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
 or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
 *Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
-20 us: the mean of the samples that lie wholly inside ([0042](../decisions/0042-units-are-counted-in-rows.md)).
+20 us: the mean of the samples that lie wholly inside ([how](../notes/kernels/how-kernels-are-measured.md#what-holds-a-kernel-counted-in-rows)).
 A family of `advisor kernels list` that is on no page has no measurement on file, and nothing runs it.
 Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
 eager's, where eager is called without its modules and ours through a site as in a captured graph; median of 20 rows of 8 calls of each by turns on an idle GPU, on a
-host shared with others ([0054](../decisions/0054-sites.md)). *Compile* is torch.compile in its default mode.
+host shared with others ([how](../notes/host-cost-of-a-call.md#calls-replayed-from-c)). *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 

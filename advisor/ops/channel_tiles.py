@@ -32,7 +32,7 @@ def piece(vectors: int) -> int:
 
     All of a row that is no longer; of a longer one two lines, one, or else whole sectors, whichever divides it; and where nothing does,
     which leaves every row begin within another sector, the whole row up to three times as much, beyond that two lines and a shorter
-    rest (docs/decisions/0052-flat-passes.md).
+    rest (docs/notes/kernels/batch-norm.md).
     """
     if vectors <= PIECE_VECTORS:
         return vectors

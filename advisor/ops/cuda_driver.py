@@ -1,7 +1,7 @@
 """Launches compiled kernels through the driver's own call: CuPy compiles and loads them, but knows no launch attributes.
 
 What one needs is laid out once a kernel, and each launch writes its values over the last one's: 3 to 5 us less of the host than CuPy's
-launch (docs/decisions/0044-launches.md).
+launch (docs/notes/host-cost-of-a-call.md).
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def geometry(
 
 
 def _tile(vectors: int, max_tile: int, blocks_per_sample: float) -> int:
-    """The widest, or a cache line where that splits halves of lines or leaves too few blocks a sample (docs/decisions/0051-short-blocks.md)."""
+    """The widest, or a cache line where that splits halves of lines or leaves too few blocks a sample (docs/notes/kernels/other-norms.md)."""
     tile = widest_tile(vectors, max_tile)
     splits = tile < vectors and tile % (LINE_VECTORS // 2)
     if (

@@ -146,7 +146,7 @@ def greedy(rows: Iterable[Row]) -> list[str]:
     """Rows whose pass takes more memory than PyTorch's own.
 
     Not those of a pair apart: there PyTorch's convolution hands its gradient to the norm, and autograd holds it until the norm is
-    done (docs/decisions/0028).
+    done (docs/notes/kernels/convolutions-1x1.md).
     """
     return [
         f"{row['name']} {row['pass']} {row['dtype']} {row['shape']}"

@@ -121,7 +121,7 @@ def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "",
         f"{len(KINDS)} small trainings (tests/numerics/nets.py), after 2 steps and after {STATES['trained']}, on a CPU. Right changes are those of",
         "tests/numerics/right.py, faults those of tests/numerics/faults.py. The gate was built with one half of the trainings; the",
-        f"other was held out: judged before on other weights, batches and faults, mended, and judged on these (draw {HELD_FROM}). `before` is the gate that judged gradients from end to end only (decisions/0061).",
+        f"other was held out: judged before on other weights, batches and faults, mended, and judged on these (draw {HELD_FROM}). `before` is the gate that judged gradients from end to end only ([0061](decisions/0061-each-layer-by-itself.md)).",
         "",
         "| half | gate | right changes | refused | faults | let through | seconds a change, mean (median) |",
         "|---|---|---|---|---|---|---|",

@@ -68,11 +68,17 @@ def test_files_named_in_the_text_are_there(page: Path) -> None:
 def test_decisions_and_pages_named_in_sources_are_there() -> None:
     found = []
     for source in SOURCES:
-        for name in re.findall(
-            r"(?<![\w./-])docs/(?:decisions/\d{4}|[\w./-]+\.md)", source.read_text(encoding="utf-8")
+        for name, anchor in re.findall(
+            r"(?<![\w./-])(docs/(?:decisions/\d{4}|[\w./-]+\.md))(#[\w-]+)?", source.read_text(encoding="utf-8")
         ):
-            if not list(REPO.glob(name if name.endswith(".md") else f"{name}-*.md")):
-                found.append(f"{source.relative_to(REPO)}: {name}")
+            pages = list(REPO.glob(name if name.endswith(".md") else f"{name}-*.md"))
+            if not pages or (anchor and anchor[1:] not in anchors(pages[0])):
+                found.append(f"{source.relative_to(REPO)}: {name}{anchor}")
+        found += [
+            f"{source.relative_to(REPO)}: decision {number}"
+            for number in re.findall(r"decisions? (\d{4})", source.read_text(encoding="utf-8"))
+            if not list(REPO.glob(f"docs/decisions/{number}-*.md"))
+        ]
     assert found == []
 
 

@@ -65,8 +65,8 @@ def sentences(text: str) -> list[str]:
     found = []
     for block in blocks(text):
         joined = " ".join(line.strip() for line in block)
-        joined = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "code", joined))
-        found += [s for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*\[(])", joined) if len(s.split()) > 2]
+        joined = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", re.sub(r"`[^`]+`", "Code", joined))
+        found += [s for s in re.split(r"(?<=[.!?:])\s+(?=[A-Z*\[(])", joined) if len(s.split()) > 2]
     return found
 
 

@@ -46,19 +46,19 @@ RESIDUAL_ACTIVATIONS = frozenset({"none", "relu", "relu6"})
 NO_AFFINE, NO_STATISTICS, FROZEN = "no affine parameters", "no running statistics", "frozen"
 FROZEN_AFFINE = "frozen affine"  # whose parameters are frozen too; `wins` is asked about FROZEN
 # A batch norm whose result is used twice: it gives out two handles of it and takes a gradient for each, which the kernels add
-# up (docs/decisions/0014-two-gradients.md).
+# up (docs/notes/kernels/batch-norm.md).
 FORKED = "forked"
 # Over channels that are no multiple of a vector's: some rows are taken for one (kernels/batchnorm/batchnorm_joined.cu).
 JOINED = "joined rows"
 
 # How a pass over a tensor is launched: in two launches, in one whose clusters of blocks hold their channels' rows, or in one
-# whose blocks hold the whole tensor (docs/decisions/0022-batch-norm-in-one-launch.md).
+# whose blocks hold the whole tensor (docs/notes/kernels/batch-norm.md).
 TWO, CLUSTER, GRID = "two launches", "one launch", "whole grid"
 WAYS = (TWO, CLUSTER, GRID)
 
 THREADS = 512
 # Channel vectors a block covers at most; of the rows of most networks 16, two cache lines, and the last block of a tile has little to
-# add up (`channel_tiles.piece`). Measured against 8, 32 and 64 (docs/decisions/0001-batchnorm-launch.md).
+# add up (`channel_tiles.piece`). Measured against 8, 32 and 64 (docs/notes/kernels/batch-norm.md).
 MAX_TILE = channel_tiles.WIDEST_PIECE
 # Loads in flight an SM: a reading thread of the statistics pass has 4 x 16 bytes, of the others 8 x 16 bytes or as much again
 # in stores, so one pass wants two blocks of 512 threads and the others one. Bandwidth of 4.2 TB/s at 2 us of loaded latency
@@ -80,18 +80,17 @@ MAX_HELD_TILE = 8  # vectors, as in kernels/include/held_tile.cuh: 128 bytes of 
 # Of a block that merges moments, or the sums of a gradient; the channels are written into the sources as well.
 MOMENTS_THREADS, MOMENTS_CHANNELS = 1024, 8
 JOINED_THREADS = 128
-# Joined rows go in pieces of a cache line up to this size, of two beyond it (docs/decisions/0053-rows-joined.md).
+# Joined rows go in pieces of a cache line up to this size, of two beyond it (docs/notes/kernels/batch-norm.md).
 JOINED_LINE_MOST_BYTES = 32 << 20
 SECTOR_VECTORS = 2  # 32 bytes: what DRAM and L2 move at least
 # One cooperative launch with a block on every SM, whose registers and shared memory hold the tensor (some 30 MB of a forward, 17 of
 # a backward, on an H200), or as much of it as they can: the rest is read twice. Taken for tensors from so many bytes on: at 1 MB the
-# cluster's launch is as fast (docs/decisions/0022-batch-norm-in-one-launch.md).
+# cluster's launch is as fast (docs/notes/kernels/batch-norm.md).
 GRID_LEAST_BYTES = 3 << 19
-# And up to so many: beyond, two launches are as fast or faster (docs/decisions/0043-streamed-norms.md,
-# docs/decisions/0047-sums-without-a-barrier.md).
+# And up to so many: beyond, two launches are as fast or faster (docs/notes/kernels/batch-norm.md).
 GRID_MOST_BYTES = 128 << 20
 # Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs. Forward
-# and backward (docs/decisions/0052-flat-passes.md); the latter also of backwards with a residual whose lines two launches split no more.
+# and backward (docs/notes/kernels/batch-norm.md); the latter also of backwards with a residual whose lines two launches split no more.
 GRID_SPLIT_LINES_MOST_BYTES = {False: 44 << 20, True: 36 << 20}
 # Architectures on which reading some rows twice in one launch was measured to win.
 _STREAMS_ON = frozenset({90})
@@ -109,7 +108,7 @@ GRID_COPIES = 16  # of what is exchanged second of whole rows, one a lane of hal
 MAX_WHOLE_ROW = 96  # vectors of a row that a block takes whole, where pieces of it would split cache lines
 WHOLE_ROWS = 1  # 0: in pieces all the same
 # What lines of which two SMs have a part must cost a block (`Grid.split`) for whole rows to win, whose sums are exchanged twice: by pass and
-# residual (docs/decisions/0056-whole-rows.md).
+# residual (docs/notes/kernels/batch-norm.md).
 WHOLE_ROW_BYTES = {
     (False, False): 208 << 10,
     (False, True): 125 << 10,
@@ -117,7 +116,7 @@ WHOLE_ROW_BYTES = {
     (True, True): 98 << 10,
 }
 # Constants that `advisor bench tune` may try other values of. Those of the two launches have been: see
-# docs/decisions/0001-batchnorm-launch.md.
+# docs/notes/kernels/batch-norm.md.
 TUNABLE = {
     "HELD_BYTES": (0, 4 << 20, 1 << 40),
     "HELD_THREADS": (256, 512),

@@ -21,11 +21,9 @@ KERNELS = {
 }
 
 THREADS = 512
-MAX_TILE = (
-    16  # channel vectors a block covers, as in batch norm's other kernels (docs/decisions/0001-batchnorm-launch.md)
-)
+MAX_TILE = 16  # channel vectors a block covers, as in batch norm's other kernels (docs/notes/kernels/batch-norm.md)
 UNROLL = 4
-FORWARD_THREADS, FORWARD_UNROLL = 128, 8  # short blocks, one pass a thread (docs/decisions/0051-short-blocks.md)
+FORWARD_THREADS, FORWARD_UNROLL = 128, 8  # short blocks, one pass a thread (docs/notes/kernels/other-norms.md)
 BACKWARD_UNROLL = 3  # of three tensors each; 4 spills with GELU
 # 64 KiB in flight an SM is what latency asks for. A thread of the append has 4 x 16 bytes, of the backward 9 x 16 bytes.
 APPEND_BLOCKS_PER_SM = 2
@@ -138,7 +136,7 @@ def geometry(
     """Launch geometry of the others over `channels` of a row, for as many blocks as run at once on `sm_count` SMs.
 
     With `lines` a block covers whole cache lines where no divisor of a row does, and the last of a row is left with fewer vectors: of
-    BACKWARD, where that is faster (docs/decisions/0051-short-blocks.md).
+    BACKWARD, where that is faster (docs/notes/kernels/other-norms.md).
     """
     vectors = channels // vector_width(dtype)
     rest = lines and vectors > MAX_TILE and vectors % channel_tiles.LINE_VECTORS

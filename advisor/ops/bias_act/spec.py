@@ -42,7 +42,7 @@ UNROLL, MASKED_UNROLL = 3, 4
 # much together and leave DRAM idle meanwhile. As many bytes in flight from two, whose threads have half of the registers.
 GELU_BLOCKS, GELU_UNROLL = 2, 2
 # The others are flat (kernels/include/flat.cuh): short blocks of one pass, one vector a thread. With GELU two, and no more registers than
-# leave an SM its 2048 threads (docs/decisions/0052-flat-passes.md).
+# leave an SM its 2048 threads (docs/notes/kernels/elementwise.md).
 FLAT_THREADS = 128
 FLAT_UNROLL, GELU_FLAT_UNROLL = 1, 2
 GELU_SM_THREADS = 2048

@@ -65,7 +65,7 @@ INFERRED = (
         dtypes=tuple(STORAGE),
         like=WEIGHTS,
         like_dtype="bfloat16",
-        because="timed in graphs by a script of its own (docs/decisions/0011), which `advisor bench ops` does not do",
+        because="timed in graphs by a script of its own (docs/notes/kernels/casts-and-optimizer.md), which `advisor bench ops` does not do",
     ),
 )
 SIZES_ASKED = f"outside a CUDA graph {LEAST_OUTSIDE:,} values a tensor or more, on average; in one nothing"

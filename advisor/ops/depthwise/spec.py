@@ -480,7 +480,7 @@ def bandable(call: Call, dtype: str) -> bool:
 def banded(call: Call, dtype: str, kind: str) -> bool:
     """Whether the tensor-core kernels take the "forward", "data" or "weight" pass of this call; else the fp32 FMA kernels do.
 
-    The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/decisions/0009): 7 taps at stride 1, the
+    The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/notes/kernels/convolutions-depthwise.md): 7 taps at stride 1, the
     weight gradient everywhere (0.139 against 0.329 ms at 96 x 56 x 56) and the other two on rows wider than 7 (of the kernel of one row
     a step, each from one run: this one takes 0.75 there and 0.84 at 384 x 14 x 14, the ring 1.24 and 0.98).
     """
@@ -749,7 +749,7 @@ class Ring:
 
 
 # By (k, stride, fp32 storage): the first whose channels divide the call's and whose rows are wide enough. An H200 chose among those
-# of the decision 0009 (bf16, batch 256); as many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90.
+# of docs/notes/kernels/convolutions-depthwise.md (bf16, batch 256); as many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90.
 _STRIPS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
     (3, 1, False): (Ring(4, 4, 4, 2, threads=192, tile=160, least=8), Ring(7, 2, 4, 4)),
     (3, 2, False): (Ring(2, 4, 3, 4), Ring(4, 2, 3, 4)),

@@ -21,7 +21,7 @@ ACTIVATIONS = {"none": 0, "relu": 1, "leaky_relu": 3, "silu": 4}
 PARAMETER_COLUMNS = 32
 THREADS = 256
 # Channel vectors a block covers: 16 x 16 bytes of a row is two cache lines (measured for batch norm,
-# docs/decisions/0001-batchnorm-launch.md).
+# docs/notes/kernels/batch-norm.md).
 MAX_TILE = 16
 # What a block reads of one tensor. Small enough that many waves of blocks balance themselves, large enough that a block's
 # start (joining the partial sums, loading its channels' constants: about 2 us) hides behind the others of its SM.

@@ -49,7 +49,7 @@ class Cut:
     shared_bytes: int
 
 
-# By channels a group and stride, as measured (decision 0034), with fewer groups for nets that have few.
+# By channels a group and stride, as measured (docs/notes/kernels/convolutions-grouped.md), with fewer groups for nets that have few.
 _SHAPES = {
     (8, 1): (Shape(4, 8), Shape(4, 4), Shape(4, 2)),
     (8, 2): (Shape(4, 8), Shape(4, 4), Shape(4, 2)),

@@ -1,6 +1,6 @@
 """How the kernels whose warps have whole groups cut a convolution into blocks (kernels/include/grouped_whole.cuh). Plain arithmetic.
 
-Measured on an H200 in bf16, against blocks that give each octet of 8 channels a warp (decision 0033). What a block has of a pixel
+Measured on an H200 in bf16, against blocks that give each octet of 8 channels a warp (docs/notes/kernels/convolutions-grouped.md). What a block has of a pixel
 should begin and end where sectors of 32 bytes do: 3 groups of 24 channels are half a sector off in every other slab, which costs
 stride 2, whose larger tensor it is, up to 1.9 times the time (576x28x28, gradient of the input: 0.185 ms, 0.097 with 6 groups).
 """

@@ -26,7 +26,7 @@ MAX_ROWS = 4
 BACKWARD_THREADS = {1: 512, 2: 512, 3: 512, 4: 384, 6: 256, 8: 256}
 # A forward block loads the weights once for all its rounds of rows. Short blocks are faster as long as a round's rows are this many
 # times as large as the weights; of fp32 tensors, where that was measured to win nothing, a block takes FORWARD_ROUNDS
-# (docs/decisions/0051-short-blocks.md).
+# (docs/notes/kernels/other-norms.md).
 FORWARD_WEIGHTS = 2
 FORWARD_ROUNDS = 4
 # A tensor too small for that many takes fewer, so that an SM still has this many blocks.

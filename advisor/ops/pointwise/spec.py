@@ -52,7 +52,7 @@ TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": 
 # 14x14 slower, 256 -> 1024 on 14x14 slower. Nor was it on 7x7 (160 -> 960), where everything is in L2 and short.
 # Behind a norm, its whole backward against cuDNN's data gradient and weight gradient and the norm's two launches: 0.82 for 1.00 ms at
 # 256 -> 64 on 56x56 with a residual, 0.45 for 0.52 at 512 -> 128 on 28x28; 512 -> 256 and 1024 -> 256 on 14x14 lost, and so does
-# 216 -> 216 on 28x28 since the norm's own launches take whole rows there (0052). Without residual there is less to be had: 0.38 for 0.40 at 64 -> 256 on 56x56, and 128 -> 512 on
+# 216 -> 216 on 28x28 since the norm's own launches take whole rows there (docs/notes/kernels/batch-norm.md). Without residual there is less to be had: 0.38 for 0.40 at 64 -> 256 on 56x56, and 128 -> 512 on
 # 28x28 lost.
 MOST_GRADIENT_INTENSITY = {True: 103, False: 86}  # CI * CO / (CI + CO), with and without a residual
 # (activation, residual, forked). One gradient and no activation gained 1 to 8 %, and took more memory than PyTorch at its peak, which

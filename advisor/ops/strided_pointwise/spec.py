@@ -34,7 +34,7 @@ GATHER_THREADS, GATHER_UNROLL = 256, 2
 MAX_PIXELS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
 
-# On an H200 in bf16 against cuDNN with benchmark on, us (docs/decisions/0037). Short products, in which its fixed costs count: forward 8.8
+# On an H200 in bf16 against cuDNN with benchmark on, us (docs/notes/kernels/convolutions-1x1.md). Short products, in which its fixed costs count: forward 8.8
 # for 9.5 (128 images, 64 -> 128 at 32x32), 7.1 for 8.7, 7.0 for 8.0; the input's gradient 11.7 for 14.9, 9.3 for 12.6, 8.7 for 12.7. Longer
 # forwards lost by 1.2 to 3 times. Longer gradients won where memory bounds them (49 for 54 at 64 -> 128 on 56x56, 100 for 137 at 32 -> 72 on
 # 112x112, 94 for 141 at 72 -> 216 on 56x56) and not from 128 -> 256 channels on.

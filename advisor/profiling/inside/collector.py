@@ -49,7 +49,7 @@ _RUNTIME_ACTIVITIES = frozenset({"cuda_runtime", "cuda_driver"})
 _RUNTIME_NAME = re.compile(r"^cu(da)?[A-Z]\w+$")
 # Kineto reads its log level when it is set up first; above all its levels it prints nothing into the script's stderr.
 _KINETO_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "99"
-# Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/decisions/0018).
+# Kineto takes CUPTI down after a trace only when this is "1"; otherwise each launch goes on costing host time (docs/notes/profiling.md).
 _TEARDOWN = "TEARDOWN_CUPTI"
 TEARDOWN_LEAST_S, TEARDOWN_MOST_S = 0.02, 0.5  # for which the end of a trace waits for that
 _ARGUMENTS_OF = re.compile(r"conv|pool|upsample|_to_copy|^aten::(to|sum|mean|amax|amin|var|std|cat|norm|linalg|new_)")

@@ -120,7 +120,7 @@ def _cells(arm: Sequence[Part]) -> dict[int, _Cell]:
 
 
 def _middle(cell: _Cell, but: int = -1) -> float:
-    """The median, without part `but`. A mean has the host's bursts in it (docs/decisions/0006)."""
+    """The median, without part `but`. A mean has the host's bursts in it (docs/notes/proof.md)."""
     return median([us for position, part in cell.items() if position != but for us in part])
 
 
