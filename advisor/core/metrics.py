@@ -48,8 +48,8 @@ def _t(name: str, doc: str) -> MetricSpec:
     return MetricSpec(name, "text", "", doc)
 
 
-def _f(name: str, doc: str) -> MetricSpec:
-    return MetricSpec(name, "flag", "", doc)
+def _f(name: str, doc: str, needs: str = "") -> MetricSpec:
+    return MetricSpec(name, "flag", "", doc, needs)
 
 
 def _saved(name: str, what: str) -> tuple[MetricSpec, MetricSpec]:
@@ -78,7 +78,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _f("torch_compile_available", "a backend compiler for torch.compile is present"),
     _f("cupy_available", "CuPy is installed, so bundled kernels can run"),
     _n("copy_gbps", "gbps", "measured copy bandwidth, read plus written"),
-    _f("gpu_shared", "another process used this GPU during the run"),
+    _f("gpu_shared", "another process used this GPU during the run", "a CUDA GPU"),
     _n("gpu_temperature", "percent_c", "median GPU temperature in degrees Celsius", _GPU),
     _n("throttled_frac", "frac", "share of samples with a thermal or power-brake throttle reason", _GPU),
     _n("power_capped_frac", "frac", "share of samples in which the software power cap held clocks down", _GPU),
@@ -377,7 +377,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("fetch_saved_high", "frac", "share of the step that keeping results on the device saves at most", _GPU),
     _n("explicit_syncs", "count", "torch.cuda.synchronize calls per step", _GPU),
     _n("nonzero_syncs", "count", "data-dependent shapes (nonzero, masks) per step", _GPU),
-    _f("launch_blocking", "CUDA_LAUNCH_BLOCKING is set"),
+    _f("launch_blocking", "CUDA_LAUNCH_BLOCKING is set", "a CUDA GPU"),
     _Section("memory", "PyTorch's allocator; on a CPU the process's resident memory"),
     _n("peak_memory_frac", "frac", "peak reserved memory over the device's memory", _GPU),
     _n("peak_allocated_bytes", "bytes", "peak allocated memory"),

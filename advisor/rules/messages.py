@@ -20,6 +20,7 @@ FORMS: dict[str, tuple[tuple[str, ...], Callable[[float], str]]] = {
     "times": (("count", "frac"), lambda value: f"{value:.3g}×"),
 }
 _PLACEHOLDER = re.compile(r"\{([a-z0-9_]+)(?::([a-z]+))?\}")
+_COUNTED = re.compile(_PLACEHOLDER.pattern + r"((?: loader| backward)? [a-z]{2,}s\b)?")
 
 
 def faults(template: str) -> Iterator[str]:
@@ -46,19 +47,20 @@ def metrics_in(template: str) -> tuple[str, ...]:
 def fill(template: str, table: MetricTable) -> str:
     """The template with values from the table; a missing one reads "(not measured)".
 
+    Of one thing the noun behind it is in the singular: "{cpu_threads} threads" becomes "1 thread".
     Shares of device time are told as shares of the step, as all else in a report is: of a step that waits half of its time, half.
     """
     work = table.number("work_frac")
 
     def value_of(match: re.Match[str]) -> str:
-        name, form = match.groups()
+        name, form, noun = match.groups(default="")
         value = table[name].value
         if value is None:
-            return "(not measured)"
+            return f"(not measured){noun}"
         if work is not None and isinstance(value, float) and BY_NAME[name].of_device_time:
             value *= work
-        if form is not None and isinstance(value, float):
-            return FORMS[form][1](value)
-        return text_of(value, BY_NAME[name])
+        told = FORMS[form][1](value) if form and isinstance(value, float) else text_of(value, BY_NAME[name])
+        one = isinstance(value, float) and told == "1"
+        return told + (re.sub(r"(?<=ch|ss)es$|s$", "", noun) if one else noun)
 
-    return _PLACEHOLDER.sub(value_of, template)
+    return _COUNTED.sub(value_of, template)

@@ -43,6 +43,7 @@ class FreshRuns:
     settle_s: float = 0.0  # no step is timed before so many seconds behind the first
     kernel_steps: int = 0  # of so many steps the kernels' time is taken, behind those timed
     last_s: float = 0.0  # what the latest one took, its start included
+    why_none: str = ""  # why the latest one without a measurement gave none
 
     def profiled(self) -> records.Measurement | None:
         """What the process that was profiled has measured of the plain script, where it says all that a fresh run would."""
@@ -64,6 +65,15 @@ class FreshRuns:
         Args:
             watched: source files of which the measurement is to say whether they were loaded.
         """
+        self.why_none = ""
+        found = self._measured(phase, kept, turn, steps, watched)
+        if found is None:
+            self.why_none = self.script.why_unmeasured
+        return found
+
+    def _measured(
+        self, phase: str, kept: Sequence[PlanItem], turn: int, steps: int, watched: Sequence[str]
+    ) -> records.Measurement | None:
         path = self.script.run_dir / records.MEASURE_FILE
         path.unlink(missing_ok=True)
         began = time.time()

@@ -104,8 +104,9 @@ def _decided(
             if script.over:
                 return None
             if found is None:
-                told = "a fresh run with it gave no measurement" if on else "fresh runs gave no measurement"
-                return ended("failed", told)
+                if on:
+                    return ended("failed", f"a fresh run with it gave no measurement: {runs.why_none}")
+                return ended(INCONCLUSIVE, f"the script gave no measurement in a fresh run without it: {runs.why_none}")
             arms[on] = found
         if candidate.transform not in arms[True].applied:
             return ended("not applicable", arms[True].left_out.get(candidate.transform, "it was not applied"))

@@ -93,9 +93,9 @@ class _Trial:
             if one.script.interrupted:
                 return INCONCLUSIVE, "interrupted"
             if found is None and kind == PLAIN:
-                raise AdvisorError(f"the script as it is gave no measurement: {_why(one.script)}")
+                raise AdvisorError(f"the script as it is gave no measurement: {one.script.why_unmeasured}")
             if found is None:
-                return FAILED, f"the patched script gave no measurement: {_why(one.script)}"
+                return FAILED, f"the patched script gave no measurement: {one.script.why_unmeasured}"
             gathered.append(found)
         return None
 
@@ -167,10 +167,6 @@ def _command_in(copy: shadow.Shadow, words: Sequence[str], module: bool) -> Scri
     if first.is_file():
         ScriptCommand.parse((str(first), *inside[1:]))
     return ScriptCommand.parse(inside)
-
-
-def _why(script: Script) -> str:
-    return script.why_over or script.last_line or "it ended before its steps were timed"
 
 
 def _checks(runs: _Both, copy: shadow.Shadow, min_gain: float) -> dict[str, Check]:

@@ -99,6 +99,11 @@ class Script:
         return "files could not be put back" if self.displaced else self.fault or self.stepless
 
     @property
+    def why_unmeasured(self) -> str:
+        """Why the latest process gave no measurement: what it said last, as an error's first line is."""
+        return self.why_over or self.last_line or "it ended before its steps were timed"
+
+    @property
     def start_s(self) -> float:
         """What search processes took until their first trial; 0.0 before the first one has told."""
         return fmean(self._starts_s) if self._starts_s else 0.0

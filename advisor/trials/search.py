@@ -263,7 +263,7 @@ class Search:
         outcome.leave_unconfirmed(script, self.proved)
         tried, waiting = records.verdicts(run_dir), records.untried(run_dir, self.rounds.known)
         if not (tried or script.over or script.failed) and any(self.choose.outcome(c) is None for c in waiting):
-            script.notes.append(_too_short(self.processes.budget, script.start_s, self.profiled_s))
+            script.notes.append(_too_short(self.processes.budget, script.start_s, self.profiled_s - self.before_s))
         for candidate in waiting:
             status, reason = self.choose.outcome(candidate) or (SKIPPED, _why_open(script, self.processes))
             records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
@@ -300,7 +300,7 @@ class Search:
 
 
 def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
-    """Where the time has gone when no trial came to an end, and how much there should be."""
+    """Where the time has gone when no trial came to an end, and how much there should be; `profiled_s` counts from the first step."""
     given_s = profiled_s + budget.whole_s
     needed_s = profiled_s + budget.enough_s(start_s)
     if needed_s <= given_s:  # what took longer than foreseen may do so again

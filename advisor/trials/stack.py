@@ -97,7 +97,9 @@ class StackTrial:
             if not kept:
                 return Proof(verdict=StackVerdict(passed=None, detail="no kept change could be applied in a fresh run"))
             if not runs.plain:
-                return self._unproved(kept, "the plain script gave no measurement in a fresh run")
+                return self._unproved(
+                    kept, f"the plain script gave no measurement in a fresh run: {self.runs.why_none}"
+                )
             verdict = self._judge(runs.plain, runs.stack, kept)
             if verdict.passed is False and number == 1 and proof.apart(runs.plain, runs.stack, kept):
                 # Two plain runs say little of how far chance takes a training whose losses still swing.
@@ -385,7 +387,9 @@ class StackTrial:
             whole: the plain script's runs against these.
         """
         if not runs:
-            return records.verdict_on(candidate, "failed", "a fresh run with it gave no measurement")
+            return records.verdict_on(
+                candidate, "failed", f"a fresh run with it gave no measurement: {self.runs.why_none}"
+            )
         left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
         if left_out:
             return records.verdict_on(candidate, "not applicable", left_out)

@@ -1,8 +1,8 @@
 """Small trainings with one planted cause each: which rule must lead the first or the second card of their report.
 
 A training is one of three loop styles (styles/) with a fault written into its slots (`#: name`). Names, lines and the loop differ
-from style to style; the cause is the same. Where the cure is a line of the user's, `cured` writes the same training without the
-fault: what the step then takes is what the fault cost.
+from style to style; the cause is the same. Where the cure is a line of the user's, `cured` has the slots of the same training
+without the fault, and `alternating` writes one that has it by turns (alternate.py): what that costs is measured so.
 """
 
 from __future__ import annotations
@@ -94,8 +94,12 @@ class Fault:
     styles: tuple[str, ...] = ("flat", "functions", "trainer")
     tuned: bool = True
     machines: tuple[str, ...] = ("gpu", "cpu")
-    cured: Mapping[str, str] | None = None  # slots of the same training without the fault
-    priced: bool = False  # the cure is the user's alone, so that its cost must lie in the card's interval
+    cured: Mapping[str, str] | None = (
+        None  # slots without the fault: the cure is the user's, and its cost must lie in the card's interval
+    )
+    by_turns: Mapping[str, str] = field(
+        default_factory=dict
+    )  # slots of one that asks `alternate.faulty`, where those of the loop are not enough
     needs: Callable[[], bool] = lambda: True  # whether it is a fault on this machine
     after: Mapping[str, str] = field(default_factory=dict)  # text behind a slot's own, such as a line behind the update
 
@@ -115,10 +119,39 @@ def scripts(machine: str) -> list[tuple[str, Fault, str]]:
 
 def text(fault: Fault, style: str, *, cured: bool = False) -> str:
     """The training as a script."""
+    return _written(_slots(fault, cured=cured), style)
+
+
+def alternating(fault: Fault, style: str) -> str:
+    """The training that has its fault by turns, and prints what share of a step that costs (alternate.py)."""
+    ill, well = _slots(fault), _slots(fault, cured=True)
+    slots = {**ill, **fault.by_turns}
+    for slot in ("begin", "loss", "backward", "update", "end"):
+        with_it, without = ill.get(slot, ""), well.get(slot, "")
+        if slot not in fault.by_turns and with_it != without:
+            slots[slot] = "if alternate.faulty:\n" + _inside(with_it) + "\nelse:\n" + _inside(without)
+    slots["imports"] = "import alternate\n" + slots.get("imports", "")
+    if "epoch" in fault.by_turns:
+        slots["epoch"] = "alternate.boundary()\n" + slots["epoch"]
+    else:
+        slots["end"] = slots.get("end", "") + "\nalternate.step()"
+    return _written(slots, style)
+
+
+def _inside(text: str) -> str:
+    return textwrap.indent(text or "pass", "    ")
+
+
+def _slots(fault: Fault, *, cured: bool = False) -> dict[str, str]:
     base = TUNED if fault.tuned else PLAIN
     slots = {**base, **((fault.cured or {}) if cured else fault.slots)}
+    slots = {name: textwrap.dedent(text).strip("\n") for name, text in slots.items()}
     for slot, more in ({} if cured else fault.after).items():
-        slots[slot] = textwrap.dedent(slots.get(slot, "")).strip("\n") + "\n" + textwrap.dedent(more).strip("\n")
+        slots[slot] = slots.get(slot, "") + "\n" + textwrap.dedent(more).strip("\n")
+    return slots
+
+
+def _written(slots: Mapping[str, str], style: str) -> str:
     lines = []
     for line in (STYLES / f"{style}.txt").read_text(encoding="utf-8").splitlines():
         mark = re.fullmatch(r"(\s*)#: (\w+)", line)
@@ -138,6 +171,15 @@ def _small(norm: str = "nn.BatchNorm2d", bias: bool = False) -> str:
 
 
 _AVERAGE = {"model": TUNED["model"] + "\n${s}slow = copy.deepcopy($model)"}
+_LISTS = """
+${{s}}averages, ${{s}}weights = (
+    [t.detach() for t in net.{what} if t.is_floating_point()] for net in (${{s}}slow, $model)
+)
+"""
+_AT_ONCE = """
+with torch.no_grad():
+    torch._foreach_lerp_(${s}averages, ${s}weights, 0.001)
+"""
 _DATASET = """
     class Pictures(torch.utils.data.Dataset):
         def __len__(self):
@@ -152,6 +194,10 @@ _DATASET = """
             return torch.from_numpy(picture), index % 10
 """
 _TO_DEVICE = "$x, $y = $x.to($dev, non_blocking=True), $y.to($dev, non_blocking=True)"
+
+
+_FRESH = "torch.utils.data.DataLoader(Pictures(), batch, num_workers=8 if on_gpu else 2, shuffle=True)"
+_KEPT = _FRESH.replace("shuffle=True", "shuffle=True, persistent_workers=True")
 
 
 def _loading(items: int, seconds: float, loader: str) -> dict[str, str]:
@@ -178,8 +224,13 @@ FAULTS: tuple[Fault, ...] = (
                         kept.mul_(0.999).add_(new, alpha=0.001)
             """
         },
-        cured={"sizes": _small()},
-        priced=True,
+        cured={
+            "imports": "import copy",
+            "sizes": _small(),
+            "model": _AVERAGE["model"] + _LISTS.format(what="parameters()"),
+            "update": PLAIN["update"] + _AT_ONCE,
+        },
+        by_turns={"model": _AVERAGE["model"] + _LISTS.format(what="parameters()")},
     ),
     Fault(
         id="average-of-state",
@@ -195,8 +246,13 @@ FAULTS: tuple[Fault, ...] = (
                             value.copy_(0.99 * value + 0.01 * fresh[key])
             """
         },
-        cured={"sizes": _small()},
-        priced=True,
+        cured={
+            "imports": "import copy",
+            "sizes": _small(),
+            "model": _AVERAGE["model"] + _LISTS.format(what="state_dict().values()"),
+            "end": _AT_ONCE,
+        },
+        by_turns={"model": _AVERAGE["model"] + _LISTS.format(what="state_dict().values()")},
     ),
     Fault(
         id="update-by-hand",
@@ -214,8 +270,8 @@ FAULTS: tuple[Fault, ...] = (
         },
         after={"update": "$opt.step()"},
         cured={"sizes": _small()},
-        priced=True,
         machines=("gpu",),
+        by_turns={"optimizer": TUNED["optimizer"] + "\n${s}memory = {}"},
     ),
     Fault(
         id="metric-on-host",
@@ -232,7 +288,6 @@ FAULTS: tuple[Fault, ...] = (
             """
         },
         cured={},
-        priced=True,
         machines=("gpu",),
     ),
     Fault(
@@ -241,12 +296,10 @@ FAULTS: tuple[Fault, ...] = (
         slots={"sizes": _small()},
         after={"end": "total = sum(value.grad.norm().item() for value in $model.parameters())"},
         cured={"sizes": _small()},
-        priced=True,
         machines=("gpu",),
     ),
     Fault(
         id="waits-each-step",
-        priced=True,
         expect=("device-synchronised",),
         slots={"sizes": _small()},
         after={
@@ -264,7 +317,10 @@ FAULTS: tuple[Fault, ...] = (
         expect=("anomaly-mode",),
         slots={"sizes": _small(), "setup": TUNED["setup"] + "\ntorch.autograd.set_detect_anomaly(True)"},
         cured={"sizes": _small()},
-        priced=True,
+        by_turns={
+            "setup": TUNED["setup"],
+            "begin": "torch.autograd.set_detect_anomaly(alternate.faulty)",
+        },
     ),
     Fault(
         id="anomaly-around",
@@ -288,12 +344,10 @@ FAULTS: tuple[Fault, ...] = (
         slots={},
         after={"end": "torch.cuda.empty_cache()"},
         cured={},
-        priced=True,
         machines=("gpu",),
     ),
     Fault(
         id="collected-each-step",
-        priced=True,
         expect=("garbage-collected-in-loop", "cache-emptied-in-loop", "host-busy"),
         slots={"imports": "import gc"},
         after={"end": "gc.collect()"},
@@ -303,12 +357,15 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         id="cudnn-off",
-        priced=True,
         expect=("cudnn-off",),
         slots={"setup": "torch.backends.cudnn.enabled = False"},
         cured={},
         machines=("gpu",),
         styles=("functions", "trainer"),
+        by_turns={
+            "setup": TUNED["setup"],
+            "begin": "torch.backends.cudnn.enabled = not alternate.faulty",
+        },
     ),
     Fault(
         id="deterministic",
@@ -324,7 +381,6 @@ FAULTS: tuple[Fault, ...] = (
         slots={"imports": "import os\nos.environ['CUDA_LAUNCH_BLOCKING'] = '1'", "sizes": _small()},
         styles=("flat",),
         machines=("gpu",),
-        cured={"sizes": _small()},
     ),
     Fault(
         id="half-on-processor",
@@ -340,7 +396,6 @@ FAULTS: tuple[Fault, ...] = (
         id="one-thread",
         expect=("threads-fewer-than-cores",),
         slots={"setup": "torch.set_num_threads(1)", "sizes": SIZES.replace("(8, 1, 8, 24)", "(32, 1, 16, 48)")},
-        cured={"sizes": SIZES.replace("(8, 1, 8, 24)", "(32, 1, 16, 48)")},
         tuned=False,
         styles=("flat", "trainer"),
         machines=("cpu",),
@@ -363,9 +418,13 @@ FAULTS: tuple[Fault, ...] = (
             "loss": textwrap.dedent(TUNED["loss"])
             + "smooth = ($x.diff(dim=2).abs() * ${s}pixel_weights).exp().log1p().mean()\nloss = loss + 0.0 * smooth\n",
         },
-        priced=True,
         machines=("gpu", "cpu"),
         styles=("flat", "trainer"),
+        by_turns={
+            "model": TUNED["model"]
+            + "\n${s}exact = torch.as_tensor(np.linspace(0.5, 1.5, side)).to($dev)\n${s}single = ${s}exact.float()",
+            "begin": "${s}pixel_weights = ${s}exact if alternate.faulty else ${s}single",
+        },
     ),
     Fault(
         id="written-in-fp32",
@@ -413,7 +472,6 @@ FAULTS: tuple[Fault, ...] = (
         id="bias-before-norm",
         expect=("conv-bias-before-norm",),
         slots={"sizes": SIZES.replace("BIAS, norm = False", "BIAS, norm = True")},
-        cured={},
         machines=("gpu",),
         styles=("flat", "trainer"),
     ),
@@ -509,7 +567,6 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         id="recomputed",
-        priced=True,
         expect=("checkpointing-with-memory-to-spare",),
         slots={
             "imports": "from torch.utils.checkpoint import checkpoint",
@@ -528,7 +585,6 @@ FAULTS: tuple[Fault, ...] = (
         id="no-workers",
         expect=("input-starved", "few-loader-workers", "loader-blocks-cpu-training"),
         slots=_loading(4096, 0.002, "$loader = torch.utils.data.DataLoader(Pictures(), batch)"),
-        cured={},
         styles=("flat", "functions"),
     ),
     Fault(
@@ -545,40 +601,39 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         id="short-epochs",
         expect=("workers-restart", "few-loader-workers", "loader-cpu-saturated"),
-        slots=_loading(
-            512, 0.0005, "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=8 if on_gpu else 2)"
-        ),
-        cured=_loading(
-            512,
-            0.0005,
-            "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=8 if on_gpu else 2, persistent_workers=True)",
-        ),
-        priced=True,
+        slots=_loading(512, 0.0005, f"$loader = {_FRESH}"),
+        cured=_loading(512, 0.0005, f"$loader = {_KEPT}"),
+        by_turns={
+            "loader": f"${{s}}fresh, ${{s}}kept = {_FRESH}, {_KEPT}",
+            "epoch": "$loader = ${s}fresh if alternate.faulty else ${s}kept",
+        },
     ),
     Fault(
         id="loader-in-epoch",
         expect=("workers-restart", "few-loader-workers", "loader-cpu-saturated"),
-        slots={
-            **_loading(640, 0.0005, ""),
-            "epoch": "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=6 if on_gpu else 2, shuffle=True)",
+        slots={**_loading(640, 0.0005, ""), "epoch": f"$loader = {_FRESH}"},
+        cured=_loading(640, 0.0005, f"$loader = {_KEPT}"),
+        by_turns={
+            "loader": f"${{s}}kept = {_KEPT}",
+            "epoch": f"$loader = {_FRESH} if alternate.faulty else ${{s}}kept",
         },
-        cured=_loading(
-            640,
-            0.0005,
-            "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=6 if on_gpu else 2, shuffle=True, persistent_workers=True)",
-        ),
-        priced=True,
         styles=("flat", "trainer"),
     ),
     Fault(
         id="pageable",
-        priced=True,
         cured={"sizes": SIZES.replace("(64, 3, 64, 64)", "(16, 1, 256, 128)")},
         expect=("copies-pageable", "pageable-copy-waits", "copies-stall-compute", "copies-not-overlapped"),
         slots={
             "loader": "images, labels = images.cpu(), labels.cpu()\n" + PLAIN["loader"],
             "begin": "$x, $y = $x.to($dev), $y.to($dev)",
             "sizes": SIZES.replace("(64, 3, 64, 64)", "(16, 1, 256, 128)"),
+        },
+        by_turns={
+            "loader": "${s}there = "
+            + PLAIN["loader"].split(" = ")[1]
+            + "\nimages, labels = images.cpu(), labels.cpu()\n"
+            "${s}here = " + PLAIN["loader"].split(" = ")[1],
+            "epoch": "$loader = ${s}here if alternate.faulty else ${s}there",
         },
         machines=("gpu",),
         styles=("flat", "functions"),

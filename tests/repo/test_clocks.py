@@ -12,6 +12,7 @@ READS = re.compile(r"\btime\.(?:time|monotonic|perf_counter|process_time)(?:_ns)
 LIMITS = re.compile(r"\btimeout=\d|\.(?:wait|join)\(\d|\btimeout_s=\d")
 # What measures on purpose, and what is read for another reason than to decide by it.
 MAY = {
+    "causes/alternate.py": "measures what a fault costs, for the page",
     "causes/causes_catalogue.py": "a training that is slow on purpose",
     "data_parallel.py": "limits for trainings on GPUs; on a CPU there are none, or planted ones",
     "faults/repeated_trials.py": "times a device for page.py",

@@ -112,6 +112,22 @@ def test_the_reason_of_a_missing_metric_is_told(tmp_path):
     assert finding.missing == ("idle_data_frac: needs a CUDA GPU",)
 
 
+@pytest.mark.parametrize(
+    ("template", "values", "filled"),
+    [
+        ("{cpu_threads} threads on {cpu_count} cores", {"cpu_threads": 1.0, "cpu_count": 8.0}, "1 thread on 8 cores"),
+        ("{cpu_threads} threads on {cpu_count} cores", {"cpu_threads": 8.0, "cpu_count": 1.0}, "8 threads on 1 core"),
+        ("{workers} loader workers", {"workers": 1.0}, "1 loader worker"),
+        ("of {epoch_batches:count} batches", {"epoch_batches": 1.0}, "of 1 batch"),
+        ("{accumulation} backward passes", {"accumulation": 1.0}, "1 backward pass"),
+        ("{optimizer} takes", {"optimizer": "1"}, "1 takes"),
+        ("{idle_frac:pct} is", {"idle_frac": 1.0}, "100 % is"),
+    ],
+)
+def test_of_one_the_noun_is_in_the_singular(template, values, filled):
+    assert fill(template, table(**values)) == filled
+
+
 def test_messages_fill_in_values_and_say_what_was_not_measured():
     template = (
         "{idle_frac:pct} of {step_us:time}, {optimizer}, {first_step_ratio:times}, {on_gpu}, {dram_gb_per_step:bytes}"

@@ -94,6 +94,8 @@ class Script:
         r = random.Random(len(self.launches))
         base = self.step_us.get(names, self.step_us[()])
         if base is None:
+            with (self.run_dir / records.OUTPUT_FILE).open("a") as output:
+                output.write("ValueError: cannot decode image 4000\n")
             return Exit(code=1)
         if isinstance(base, Exit):
             return base
@@ -949,7 +951,9 @@ def test_a_restart_only_loser_costs_two_pairs(script):
 def test_a_restart_only_change_that_fails_or_trains_otherwise(script):
     script.restart_only = {"loader_workers"}
     script.step_us[("loader_workers",)] = None
-    assert apply(script, "loader_workers")[3]["loader_workers"].status == "failed"
+    verdict = apply(script, "loader_workers")[3]["loader_workers"]
+    assert verdict.status == "failed"
+    assert verdict.reason.endswith("ValueError: cannot decode image 4000")
     other = Script(script.run_dir / "b")
     other.run_dir.mkdir()
     other.restart_only = {"loader_workers"}
@@ -958,6 +962,16 @@ def test_a_restart_only_change_that_fails_or_trains_otherwise(script):
     verdict = apply(other, "loader_workers")[3]["loader_workers"]
     assert verdict.status == "reverted"
     assert "changes the training" in verdict.reason
+
+
+def test_a_script_that_ends_in_a_fresh_run_without_the_change_does_not_make_it_fail(script):
+    script.restart_only = {"loader_workers"}
+    script.step_us[()] = None
+    verdict = apply(script, "loader_workers")[3]["loader_workers"]
+    assert verdict.status == "inconclusive"
+    assert verdict.reason == (
+        "the script gave no measurement in a fresh run without it: ValueError: cannot decode image 4000"
+    )
 
 
 # -- asking, time, interruption -------------------------------------------------------------------------------------
@@ -1038,6 +1052,12 @@ def test_out_of_time(script):
     (note,) = log.notes
     assert note.startswith("no trial came to an end: of 25 s the first profile took 0")
     assert note.endswith("try --max-time 60s")
+
+
+def test_what_the_script_takes_to_its_first_step_is_no_part_of_the_time_that_is_told(script) -> None:
+    script.verdicts = {"tf32": lambda session: script.stops}
+    log, *_ = apply(script, "tf32", max_time_s=0.0, profiled_s=40.0, before_s=5.0)
+    assert "of 35 s the first profile took 35" in log.notes[-1]
 
 
 def test_with_the_time_that_is_said_to_be_enough_half_is_left_for_trials() -> None:
