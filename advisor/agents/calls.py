@@ -56,7 +56,7 @@ class Calls:
         return {key: found[key] for key in ("type", "id", "title", "transform", "text", "fix") if key in found}
 
     def try_change(self, change: str, script: str, arguments: Sequence[str] = (), max_time: str = "5m") -> Answer:
-        """Try one change of advisor's own on the script."""
+        """Try one of advisor's changes on the script."""
         return self._json(["try", "--json", "-q", "--max-time", max_time, "--change", change, script, *arguments])
 
     def try_patch(self, patch: str, script: str, arguments: Sequence[str] = (), max_time: str = "5m") -> Answer:

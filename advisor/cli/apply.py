@@ -28,11 +28,11 @@ from advisor.cli.progress import Progress
 
 @click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
 @click.option("--auto", is_flag=True, help="Try every change without asking; keep what is proved.")
-@click.option("--dry-run", is_flag=True, help="Show what would be tried, in order; try nothing.")
-@click.option("--only", multiple=True, metavar="ID", help="Try only this transform (repeatable).")
-@click.option("--skip", multiple=True, metavar="ID", help="Do not try this transform (repeatable).")
+@click.option("--dry-run", is_flag=True, help="List the changes that would be tried, in order. Try nothing.")
+@click.option("--only", multiple=True, metavar="ID", help="Try only this change (repeatable).")
+@click.option("--skip", multiple=True, metavar="ID", help="Do not try this change (repeatable).")
 @click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Keep a change only above this gain.")
-@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End the search after this long.")
+@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End the search after this time.")
 @click.option(
     "--max-pairs",
     type=click.IntRange(min=3, max=20),
@@ -45,10 +45,10 @@ from advisor.cli.progress import Progress
     "--plan",
     type=click.Path(path_type=Path),
     metavar="PLAN",
-    help="Do not search: prove this plan again, here and now (a file, a run's folder, or `last`).",
+    help="Prove this plan again without a search: a file, a run's folder, or `last`.",
 )
 @click.option(
-    "--diff", is_flag=True, help="At the end, print what is kept as a diff of the script; see `advisor plan show`."
+    "--diff", is_flag=True, help="At the end, print the kept changes as a diff of the script. See `advisor plan show`."
 )
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @click.option(
@@ -56,17 +56,21 @@ from advisor.cli.progress import Progress
     type=click.Choice(["speed", "memory"]),
     default="speed",
     show_default=True,
-    help="What to make better: `memory` computes activations again where that costs least.",
+    help="What to improve. `memory` recomputes activations where that costs least time.",
 )
 @click.option(
-    "--memory", type=Bytes(), default="0", metavar="SIZE", help="With --goal memory: what a step may hold, as 24GiB."
+    "--memory",
+    type=Bytes(),
+    default="0",
+    metavar="SIZE",
+    help="With --goal memory: memory that a step may use, such as 24GiB.",
 )
 @click.option(
     "--max-cost",
     type=Percent(),
     default="5%",
     show_default=True,
-    help="With --goal memory: the step's time that it may take.",
+    help="With --goal memory: how much slower the step may become.",
 )
 @gpus_options
 @rules_option
@@ -100,15 +104,16 @@ def apply(
 ) -> int:
     """Try each change in the running training of SCRIPT. Keep what is right and faster. Write plan.yaml.
 
-    A change is kept only if it took effect, left the training right, and is faster beyond noise. The plan is written here and
-    into the run's folder. With --auto and no SCRIPT, the script that was profiled last is searched. Without --auto you are asked
-    before each change: yes, no, all that follow, or quit.
+    A change is kept only if it took effect, left the training right, and is faster beyond noise. advisor writes the plan here and
+    into the run's folder. Without --auto it asks before each change: yes, no, all that follow, or quit. With --auto and no SCRIPT
+    it searches the last profiled script.
 
     The search throws its training away and leaves your files as they were. That includes files of Python subprocesses, and
-    files that shell commands name. It cannot put back what native libraries write (ITK, Arrow), what programs write under names
-    that are not on their command line, and what the script sends elsewhere (uploads, databases).
+    files that shell commands name. Three kinds of output cannot be put back: files that native libraries write (ITK, Arrow), files
+    that programs write under names that are not on their command line, and data that the script sends elsewhere (uploads,
+    databases).
 
-    With --plan nothing is searched. The plan runs against the plain script in at least four fresh processes: about a minute.
+    With --plan there is no search. The plan runs against the plain script in at least four fresh runs: about a minute.
     Use it after another torch or driver, on another machine, or for a training in several processes. What no longer holds is
     removed from the plan.
 
@@ -131,7 +136,7 @@ def apply(
         _alone()
     elif not words and not auto and not dry_run:
         raise click.UsageError(
-            "no script; name one, or use --auto for the one that was profiled last", click.get_current_context()
+            "no script; name one, or use --auto for the last profiled script", click.get_current_context()
         )
     if goal == "memory" and (not words or not auto or plan is not None or gpus > 1):
         raise click.UsageError("--goal memory needs --auto and a SCRIPT, in one process", click.get_current_context())
@@ -218,4 +223,4 @@ def _alone() -> None:
     for option in context.command.params:
         given = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
         if given and option.name in ("dry_run", "min_gain", "max_pairs", "rules_dirs"):
-            raise click.UsageError(f"--plan searches nothing, so {option.opts[0]} has no meaning with it", context)
+            raise click.UsageError(f"--plan does not search, so {option.opts[0]} has no meaning with it", context)

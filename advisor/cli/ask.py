@@ -34,7 +34,7 @@ def terminal(
     try:
         return open("/dev/tty", encoding="utf-8"), open("/dev/tty", "w", encoding="utf-8")
     except OSError:
-        raise AdvisorError(f"{asker} asks first, and nobody is there to answer", fix=fix) from None
+        raise AdvisorError(f"{asker} asks first, but there is no terminal to answer", fix=fix) from None
 
 
 def ask(recommendation: Recommendation) -> Answer:

@@ -13,7 +13,7 @@ from advisor.cli.progress import Progress
 
 
 @click.command(cls=Command)
-@click.option("--filter", "pattern", default="", metavar="TEXT", help="Only the rows whose name holds TEXT.")
+@click.option("--filter", "pattern", default="", metavar="TEXT", help="Only the rows whose name contains TEXT.")
 @click.option(
     "-o",
     "--out",
@@ -28,59 +28,59 @@ from advisor.cli.progress import Progress
     default="eager,compile",
     show_default=True,
     metavar="LIST",
-    help="What else to measure: eager PyTorch, torch.compile; of a training, the script tuned by hand, and compiled too. "
+    help="Also measure: eager PyTorch, torch.compile; for trainings the script tuned by hand, and compiled. "
     "`bench ops` always measures eager.",
 )
 @click.option(
     "--changed",
     is_flag=True,
-    help="Only the cases or trainings that the file has no whole rows of, or whose kernels have changed since. What a training's "
-    "search kept is then proved and timed again, as `advisor apply --plan` does, not searched for.",
+    help="Only the cases or trainings without complete rows in the file, or with changed kernels. For a training the old plan is then "
+    "proved and timed again, as `advisor apply --plan` does, without a search.",
 )
 @click.option(
     "--short",
     "short_only",
     is_flag=True,
-    help="`bench ops`: only the cases that the file shows short of their goal (docs/benchmarks/README.md, Goals).",
+    help="`bench ops`: only the cases below their goal in the file (docs/benchmarks/README.md, Goals).",
 )
 @click.option(
     "--part",
     type=Part(),
     default="1/1",
     metavar="I/N",
-    help="`bench ops`: only each N-th case, from the I-th on: one process for each of N GPUs of a kind, all into one file.",
+    help="`bench ops`: only every N-th case, from the I-th on. Run one process on each of N equal GPUs; all write one file.",
 )
 @click.option(
     "--counters",
     is_flag=True,
-    help="`bench ops`: also count, with the GPU's performance monitors, what share of each unit's peak our kernels use: memory, "
-    "caches, pipes. That is done after the timing, which stays as it is. With --changed, rows that are as they should be but were never "
-    "counted are counted and not timed again. Without permission to read them nothing is measured.",
+    help="`bench ops`: also count which share of each unit's peak our kernels use: memory, caches, pipes. The GPU's performance "
+    "monitors count after the timing. With --changed, complete rows without counts are counted and not timed again. Without "
+    "permission to read the monitors nothing is measured.",
 )
 @click.option(
     "--host-only",
     is_flag=True,
-    help="`bench ops`: of the rows on file take the host's times again, and leave all else of them. A second a case.",
+    help="`bench ops`: measure only the host times of the rows on file again. A second a case.",
 )
 @click.option(
     "--max-time",
     type=Duration(),
     default="10m",
     show_default=True,
-    help="`bench models` and `real`: end each search after this long, as `advisor apply --max-time` does.",
+    help="`bench models` and `real`: end each search after this time, as `advisor apply --max-time` does.",
 )
 @click.option(
     "--limit",
     type=Duration(),
     default="15m",
     show_default=True,
-    help="`bench real`: interrupt a run of a runner after this long, its making of data and its start included.",
+    help="`bench real`: interrupt a runner after this time, data preparation and start included.",
 )
 @click.option(
     "--runs",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="`bench models` and `real`: leave the searches' run folders in DIR, for `advisor report`.",
+    help="`bench models` and `real`: keep the run folders of the searches in DIR, for `advisor report`.",
 )
 @click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv")))
 @click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
@@ -100,17 +100,17 @@ def bench(
     limit: float,
     runs: Path | None,
 ) -> int:
-    """Measure on this GPU: `ops`, each bundled kernel beside PyTorch's own; `models`, whole trainings plain and applied;
-    `real`, trainings that other people wrote, each behind a runner in FOLDER, one on each GPU at a time;
-    `hosts`, what a step of a small network costs the host, plain and with the kernels, without CUDA graphs; `tune`, each kernel with every
-    combination of its launch constants, by turns with the present ones; `conv`, where the installed cuDNN falls off a cliff: sweeps of
-    channels, sides, batches, taps, dilation, groups, strides and transposed convolutions.
+    """Measure the bundled kernels, or whole trainings, on this GPU.
 
-    Rows of ops, models, hosts and conv are written as they are measured, into the place of earlier rows of the same case; other rows stay.
-    A runner is a file run_NAME.sh: it makes what the training reads, goes to its folder and starts its script behind $PREFIX
-    (`exec ${PREFIX:-python3} train.py …`).
+    `ops` times each bundled kernel beside PyTorch's own. `models` times whole trainings, plain and with a plan. `real` does so for
+    other people's trainings, each started by a runner in FOLDER, one per GPU at a time. `hosts` times the CPU side of a small
+    network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
+    constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
+    strides and transposed convolutions.
 
-    Rows of ops, models, real and hosts are written as they are measured, into the place of earlier rows of the same case; other rows stay.
+    advisor writes each row of ops, models, real, hosts and conv as soon as it is measured. A new row replaces an earlier row of the
+    same case; other rows stay. A runner is a file run_NAME.sh: it makes the data, changes to its folder and starts the script
+    after $PREFIX (`exec ${PREFIX:-python3} train.py …`).
 
     \b
     Examples:

@@ -18,7 +18,7 @@ from advisor.core.errors import ExitCode
     "tolerance",
     type=Percent(),
     metavar="SHARE",
-    help="Exit with 1 if B's step is slower by more than this, beyond noise; with 4 if noise hides the answer.",
+    help="Exit with 1 if B's step is slower by more than SHARE, beyond noise. Exit with 4 if noise hides the answer.",
 )
 @format_option("text", "json", "md")
 @click.argument("a", metavar="A")
@@ -26,7 +26,7 @@ from advisor.core.errors import ExitCode
 def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
     """Compare recorded run B with A: step time with an interval, kernels, launches, bytes, memory.
 
-    Times are compared only if both runs are of the same machine. Counts and bytes always are.
+    Times are compared only if both runs are from the same machine. Counts and bytes are always compared.
 
     \b
     Examples:

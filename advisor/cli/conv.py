@@ -12,15 +12,15 @@ from advisor.cli.parameters import format_option, run_argument
 
 
 @click.command(cls=Command)
-@click.option("--all", "everything", is_flag=True, help="Every product, not the 20 that take longest. JSON has all.")
+@click.option("--all", "everything", is_flag=True, help="Show every product, not only the 20 longest. JSON has all.")
 @format_option("text", "json", "md")
 @run_argument
 def conv(run: str, *, everything: bool, form: str) -> None:
     """Show which algorithm runs each convolution of a recorded run. RUN is a run's folder, or `last`.
 
-    One row for the forward, the data gradient and the weight gradient of each convolution: algorithm (from the kernel's name), tensor cores
-    or not, dtype and layout, time with the conversions around it, rate, share of this machine's limit; below it why, and what else could
-    make it. The least time of that is modelled from bytes and operations.
+    The forward, the data gradient and the weight gradient of each convolution have a row each. A row shows the algorithm (from the
+    kernel's name), tensor cores or not, dtype and layout, the time with conversions, the rate, and the share of this machine's
+    limit. Below the row stand the reason and the alternatives. Least times are modelled from bytes and operations.
 
     \b
     Examples:

@@ -15,19 +15,19 @@ from advisor.core.storage import to_plain
 
 
 @click.command(cls=Command)
-@click.option("--measure", is_flag=True, help="Measure this machine's rates anew, even where they are known.")
+@click.option("--measure", is_flag=True, help="Measure this machine's rates again, even if they are known.")
 @click.option(
     "--recover",
     metavar="[RUN]",
     is_flag=False,
     flag_value="",
-    help="Put back the files that interrupted runs had set aside: in this run folder, or in all of yours on this machine.",
+    help="Restore the files that interrupted runs set aside: in this run folder, or in all your folders on this machine.",
 )
 @format_option("text", "json")
 def doctor(*, measure: bool, recover: str | None, form: str) -> None:
-    """Say what can be measured on this machine, what cannot and why, and how to get the rest.
+    """Check what can be measured on this machine, what cannot and why, and how to get the rest.
 
-    It also says how well predictions have held in the trials made here. ADVISOR_LEDGER names another file for them.
+    It also shows how well predictions held in the trials on this machine. ADVISOR_LEDGER names another file for them.
 
     \b
     Example:
@@ -39,7 +39,7 @@ def doctor(*, measure: bool, recover: str | None, form: str) -> None:
         if not pipeline.recover(Path(recover) if recover else None, lambda line: output.say(line, sys.stdout)):
             raise AdvisorError(
                 "not every file could be put back",
-                fix="Those that were not are in files/kept-aside of their run folder.",
+                fix="The other files are in files/kept-aside of their run folder.",
             )
         return
     from advisor.cli import examination

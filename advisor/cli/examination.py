@@ -188,7 +188,7 @@ def _modules(facts: Facts) -> Check:
     return Check(
         name="Compiled modules",
         status=Status.WARN,
-        found=f"torch's are made anew at each start of Python, which takes seconds: {facts.compiled_error}",
+        found=f"torch's Python modules are compiled again at each start, which takes seconds: {facts.compiled_error}",
         fix=f"Once, as who may write there: python -m compileall -q {sysconfig.get_path('purelib')}. A search keeps its own.",
     )
 
@@ -243,7 +243,7 @@ def _calls(facts: Facts) -> Check:
     if not facts.cupy:
         return Check(name="Kernels' calls", status=Status.OK, found="no CuPy, no kernels")
     if facts.calls_error:
-        fix = "Install g++ and Python's headers: without them kernels cost the host three times as much, where no CUDA graph spares it."
+        fix = "Install g++ and Python's headers: without them launching the kernels takes three times the CPU time, except in CUDA graphs."
         return Check(name="Kernels' calls", status=Status.WARN, found=f"from Python: {facts.calls_error}", fix=fix)
     return Check(name="Kernels' calls", status=Status.OK, found="replayed from C++")
 
@@ -337,7 +337,7 @@ def _compiler(facts: Facts) -> Check:
 
 def _cache(facts: Facts) -> Check:
     if facts.cache_error:
-        fix = "Set XDG_CACHE_HOME to a folder you can write to; without it rates and kernels are made anew each run."
+        fix = "Set XDG_CACHE_HOME to a folder you can write to; without it advisor measures rates and compiles kernels again in each run."
         return Check(name="Cache folder", status=Status.WARN, found=f"{facts.cache}: {facts.cache_error}", fix=fix)
     return Check(name="Cache folder", status=Status.OK, found=facts.cache)
 

@@ -21,7 +21,7 @@ def kernels() -> None:
 @kernels.command("list")
 @format_option("text", "json")
 def list_kernels(form: str) -> None:
-    """List every bundled kernel with what it takes the place of. Needs no GPU.
+    """List every bundled kernel and the operation it replaces. Needs no GPU.
 
     \b
     Example:
@@ -43,7 +43,7 @@ def list_kernels(form: str) -> None:
 def verify(form: str, family: str) -> int:
     """Compile each kernel for this GPU and compare it with its reference. Exits with 1 when one is wrong, 5 without a GPU.
 
-    Cases that are left to PyTorch on this GPU's architecture are told with the reason, and are not wrong.
+    Cases that PyTorch runs itself on this GPU's architecture are listed with the reason; they are not wrong.
 
     \b
     Examples:

@@ -21,22 +21,22 @@ from advisor.core.errors import AdvisorError, ExitCode, first_line
 # name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "profile", "Run a training script and see where a step's time goes."),
-    "recommend": ("recommend", "recommend", "Say what would make a recorded run faster, and by how much."),
+    "recommend": ("recommend", "recommend", "Show what would make a recorded run faster, and by how much."),
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
-    "try": ("try_command", "try_", "Try one change or one patch, and say whether it is right and faster."),
+    "try": ("try_command", "try_", "Try one change or one patch: is it right, and is it faster?"),
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
     "run": ("run", "run", "Train with a proved plan. Nothing is searched."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON, Markdown, Perfetto, SARIF."),
-    "memory": ("memory", "memory", "Show what holds the memory of a step, and what would hold less."),
+    "memory": ("memory", "memory", "Show which tensors hold the memory of a step, and how to use less."),
     "scale": ("scale", "scale", "Predict a step on several GPUs from a recorded run on one."),
     "conv": ("conv", "conv", "Show which algorithm runs each convolution of a recorded run."),
-    "compare": ("compare", "compare", "Compare two recorded runs, with an interval on the difference."),
+    "compare": ("compare", "compare", "Compare two recorded runs, with an interval for the difference."),
     "repro": ("repro", "repro", "Print a script that repeats one operator of a run, without the model."),
-    "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or clear them away."),
+    "runs": ("runs", "runs", "List the runs in advisor-runs/ here, or remove them."),
     "rules": ("rules_commands", "rules", "List, show, test and lint the rules, and list their metrics."),
     "kernels": ("kernels", "kernels", "List the bundled CUDA kernels, or check them on this GPU."),
     "bench": ("bench", "bench", "Measure the bundled kernels, or whole models, on this machine."),
-    "doctor": ("doctor", "doctor", "Say what can be measured here, and how to get the rest."),
+    "doctor": ("doctor", "doctor", "Check what can be measured here, and how to get the rest."),
 }
 
 INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
@@ -171,8 +171,8 @@ Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   1  findings at --fail-on, a regression, a faulty rule, a wrong kernel;
      `try` does not keep the change
   2  wrong usage or bad input
-  3  a fault of advisor's own
-  4  inconclusive, or left open by a no at a prompt
+  3  a fault in advisor
+  4  inconclusive, or you answered no at a prompt
   5  a GPU is required
   130  interrupted""",
 )

@@ -47,7 +47,7 @@ def memory(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Show what holds the memory of a step of SCRIPT, with the lines that made it, and what would hold less.
+    """Show which tensors hold the memory of a step of SCRIPT, with their source lines, and how to use less.
 
     advisor watches one step, stops the script, and puts its files back. `advisor apply --goal memory` makes the step smaller,
     and proves it.

@@ -20,9 +20,9 @@ from advisor.core.units import counted
 @format_option("text", "json")
 @click.argument("pattern", required=False, default="", metavar="[TEXT]")
 def metrics(*, pattern: str, form: str) -> None:
-    """List what a rule may ask: name, unit, meaning, what it needs, how it is gathered, and which rules ask for it.
+    """List the metrics that rules use: name, unit, meaning, needs, how each is gathered, and which rules use it.
 
-    TEXT leaves those whose name or meaning holds it, or whose name fits it as a glob.
+    TEXT selects metrics: by a part of the name or meaning, or by a glob on the name.
 
     \b
     Examples:

@@ -189,7 +189,7 @@ def _form(context: click.Context, option: click.Parameter, value: str) -> str:
         return value
     written = context.get_parameter_source(option.name or "") is ParameterSource.COMMANDLINE
     if written and value != "json":
-        raise click.UsageError(f"--json and --format {value} are two answers to one question", context)
+        raise click.UsageError(f"--json and --format {value} contradict each other", context)
     return "json"
 
 
@@ -216,7 +216,7 @@ def gpus_options(function: F) -> F:
     function = click.option(
         "--allow",
         type=click.Choice(["training"]),
-        help="With --gpus: ranks may train on their parts of a batch, with batch norms of their own, as DistributedDataParallel does.",
+        help="With --gpus: allow each rank to train on its part of the batch, with its own batch norms, as DistributedDataParallel does.",
     )(function)
     return click.option(
         "--gpus",
@@ -224,5 +224,5 @@ def gpus_options(function: F) -> F:
         metavar="N",
         default=1,
         show_default=True,
-        help="Train the SCRIPT, written for one GPU, on N of this host; each batch is divided among them.",
+        help="Train a SCRIPT for one GPU on N GPUs of this host. Each batch is divided among them.",
     )(function)

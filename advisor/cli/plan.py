@@ -30,7 +30,10 @@ def plan() -> None:
 @click.option("--as-python", is_flag=True, help="Print the kept changes as lines of Python.")
 @click.option("--diff", "as_diff", is_flag=True, help="Print the kept changes as a unified diff of the plan's script.")
 @click.option(
-    "--write", "write_it", is_flag=True, help="Write them into the script; the old one is kept as SCRIPT.orig."
+    "--write",
+    "write_it",
+    is_flag=True,
+    help="Write the kept changes into the script. The old script stays as SCRIPT.orig.",
 )
 @click.argument("name", metavar="[PLAN]", default="last", type=click.Path(path_type=Path))
 def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
@@ -52,7 +55,7 @@ def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
 
     if as_python + as_diff + write_it > 1:
         raise click.UsageError(
-            "--as-python, --diff and --write are three answers; ask for one", click.get_current_context()
+            "--as-python, --diff and --write exclude each other; name one", click.get_current_context()
         )
     file, loaded = find_plan(name, lambda known: True)
     if as_python:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     metavar="N",
     default=10,
     show_default="10",
-    help="Steps to let pass first.",
+    help="Warm-up steps, not timed.",
 )
 @click.option(
     "--steps",
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     metavar="N",
     default=20,
     show_default="20",
-    help="Steps to time, no profiler on.",
+    help="Steps to time, without a profiler.",
 )
 @click.option(
     "--detail-steps",
@@ -54,13 +54,15 @@ if TYPE_CHECKING:
     help="Steps to trace, 1 to 50.",
 )
 @click.option(
-    "--keep-running", is_flag=True, help="Let the script train to its end; by default it is stopped once measured."
+    "--keep-running",
+    is_flag=True,
+    help="Let the script train to its end. By default advisor stops it after the measurement.",
 )
-@click.option("--no-counters", is_flag=True, help="Do not read hardware counters; DRAM bytes are then modelled.")
+@click.option("--no-counters", is_flag=True, help="Do not read hardware counters. DRAM bytes are then modelled.")
 @click.option(
     "--precision",
     is_flag=True,
-    help="One step more: the error of each convolution and linear layer against fp64, and that of other precisions.",
+    help="Measure the error of each convolution and linear layer against fp64 in one more step, also for other precisions.",
 )
 @click.option(
     "--trace",
@@ -95,10 +97,10 @@ def profile(
     """Run a training SCRIPT and see where a step's time goes.
 
     The script runs unchanged, with its own interpreter, arguments and stdout. advisor finds the steps by itself, at
-    `Optimizer.step`, or at `advisor.step()` in the script. Once measured, the script is stopped. The exit code is the script's
-    own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
+    `Optimizer.step`, or at `advisor.step()` in the script. After the measurement advisor stops the script. The exit code is the
+    script's own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
 
-    What the script wrote is taken away, and your files are put back, on Ctrl-C and after a crash too. Experiment trackers stay
+    advisor removes what the script wrote and puts your files back, on Ctrl-C and after a crash too. Experiment trackers stay
     offline. `advisor apply --help` says what cannot be put back. With --keep-running the run is yours: nothing is put back.
 
     \b
@@ -112,7 +114,7 @@ def profile(
     The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
     """
     if bool(words) == (trace is not None):
-        told = "a script and a trace at once; name one" if words else "no script to profile"
+        told = "a script and a trace exclude each other; name one" if words else "no script to profile"
         raise click.UsageError(told, click.get_current_context())
     from advisor import pipeline
 

@@ -18,10 +18,10 @@ from advisor.core.errors import ExitCode
 @click.option("--select", multiple=True, metavar="RULE", help="Only these rules: ids, areas or globs (repeatable).")
 @click.option("--ignore", multiple=True, metavar="RULE", help="Leave these rules out (repeatable).")
 @click.option(
-    "--set", "overrides", multiple=True, type=Override(), help="Another threshold for one condition (repeatable)."
+    "--set", "overrides", multiple=True, type=Override(), help="Replace the threshold of one condition (repeatable)."
 )
 @fail_on_option
-@click.option("--explain", is_flag=True, help="Show every condition with its value, and the rules that did not fire.")
+@click.option("--explain", is_flag=True, help="Show each condition with its value, and the rules that did not fire.")
 @format_option("text", "json", "md")
 @run_argument
 def recommend(
@@ -35,7 +35,7 @@ def recommend(
     explain: bool,
     form: str,
 ) -> int:
-    """Say what would make a recorded run faster, and by how much. Needs no GPU.
+    """Show what would make a recorded run faster, and by how much. Needs no GPU.
 
     RUN is a run's folder, or `last`.
 

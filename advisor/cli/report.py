@@ -24,7 +24,7 @@ from advisor.core.storage import write_text
     help="Write the HTML report to FILE; - is stdout, as --format html.",
 )
 @click.option("--open", "open_it", is_flag=True, help="Open the HTML report in a browser.")
-@click.option("--explain", is_flag=True, help="With text: every condition of each finding with its value.")
+@click.option("--explain", is_flag=True, help="In text, show each condition of each finding with its value.")
 @format_option("text", "json", "md", "html", "perfetto", "sarif")
 @run_argument
 def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, form: str) -> None:
@@ -47,7 +47,7 @@ def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, fo
     if str(html_file) == "-":
         html_file, form = None, "html"
     elif (html_file or open_it) and form not in ("text", "html"):
-        raise click.UsageError(f"a page and {form} at once; ask for one of them", click.get_current_context())
+        raise click.UsageError(f"a page and {form} exclude each other; name one", click.get_current_context())
     proof = runs.load_proof(run)
     if proof is not None:
         if html_file or open_it or form in ("html", "perfetto", "sarif"):

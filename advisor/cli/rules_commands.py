@@ -24,10 +24,10 @@ def _say(text: str) -> None:
 
 @click.group(cls=Group)
 def rules() -> None:
-    """List, show, test and lint the rules, and list what they may ask.
+    """List, show, test and lint the rules, and list their metrics.
 
-    Rules are YAML files: what to look for, with a unit and a reason for every threshold, what it costs, what to do, and
-    cases that prove the rule does what it says. docs/guides/add-a-rule.md shows how to write one.
+    A rule is a YAML file. It says what to look for, with a unit and a reason for every threshold, what that costs, and what to
+    do. Cases beside it prove that the rule does what it says. docs/guides/add-a-rule.md shows how to write a rule.
     """
 
 
@@ -44,7 +44,7 @@ rules.add_command(metrics)
 )
 @format_option("text", "json")
 def list_rules(*, rules_dirs: tuple[Path, ...], area: str | None, form: str) -> int:
-    """List every rule: id, severity, semantics, the transform it asks for, title.
+    """List every rule: id, severity, semantics, the change it asks for, title.
 
     \b
     Examples:
@@ -125,8 +125,8 @@ def show(identifier: str, *, rules_dirs: tuple[Path, ...], form: str) -> int:
 def test(paths: tuple[Path, ...], *, verbose: bool, form: str) -> int:
     """Run the cases of the rules at PATHS (files or folders), or of the bundled rules. Exits with 1 when one fails.
 
-    Every rule needs a case that fires, one that stays quiet just below a threshold, and one that is not evaluated for
-    lack of a metric. They stand beside the rule, in <rule>.cases.yaml.
+    Every rule needs three cases: the rule fires, it stays quiet just below a threshold, and it is not evaluated because a
+    metric is missing. Cases are beside the rule, in <rule>.cases.yaml.
 
     \b
     Examples:
@@ -155,7 +155,7 @@ def test(paths: tuple[Path, ...], *, verbose: bool, form: str) -> int:
 def lint(paths: tuple[Path, ...], *, form: str) -> int:
     """Check the form of the rules at PATHS (files or folders), or of the bundled rules. Exits with 1 on a fault.
 
-    Each fault is told as file:line:column with the line itself. Nothing in a rule is ever executed.
+    Each fault is shown as file:line:column, with the line. Nothing in a rule is ever executed.
 
     \b
     Example:

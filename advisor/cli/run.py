@@ -18,13 +18,13 @@ from advisor.cli.progress import Progress
     metavar="PLAN",
     default="last",
     show_default=True,
-    help="Train with this plan: a file, a run's folder, or `last`, the newest of SCRIPT in advisor-runs/ here.",
+    help="The plan: a file, a run's folder, or `last`, the newest plan for SCRIPT in advisor-runs/.",
 )
-@click.option("--strict", is_flag=True, help="Refuse to start when an item of the plan no longer fits.")
+@click.option("--strict", is_flag=True, help="Do not start if an item of the plan no longer fits.")
 @click.option(
     "--background-saves",
     is_flag=True,
-    help="`torch.save` copies to the host and returns; a process of its own writes the same bytes.",
+    help="`torch.save` copies to the host and returns. Another process writes the same bytes.",
 )
 @gpus_options
 @verbosity_options
@@ -44,12 +44,12 @@ def run(
 ) -> int:
     """Train with a proved plan, to the end. Nothing is searched. The exit code is the script's own.
 
-    A change that no longer fits the script, the model or the machine is named and left out, unless --strict. Without SCRIPT,
-    the plan's own script and arguments are run.
+    advisor names each change that no longer fits the script, the model or the machine, and trains without it. With --strict it
+    does not start. Without SCRIPT it runs the plan's own script and arguments.
 
     With --gpus a SCRIPT written for one GPU trains on N, unedited. Each rank takes its part of each batch, so batches, their
-    order and the training stay those of one process. Short runs prove that first, unless the plan says that it was proved. What
-    cannot be divided is refused, with its line.
+    order and the training stay those of one process. Short runs prove this first, unless the plan already holds the proof. A
+    script that cannot be divided is refused, with the line at fault.
 
     \b
     Examples:

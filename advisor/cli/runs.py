@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 @format_option("text", "json")
 @click.pass_context
 def runs(context: click.Context, *, form: str) -> None:
-    """List the runs in advisor-runs/ here, or clear them away. The list has script, time, contents, size and result.
+    """List the runs in advisor-runs/ here, or remove them. The list has script, time, contents, size and result.
 
     \b
     Examples:
@@ -45,12 +45,12 @@ def runs(context: click.Context, *, form: str) -> None:
 
 
 @runs.command()
-@click.option("--older-than", type=Age(), metavar="AGE", help="Only runs that ended longer ago: 12h, 30d, 8w.")
-@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Leave the newest N runs.")
-@click.option("--dry-run", is_flag=True, help="Say what would be removed; remove nothing.")
+@click.option("--older-than", type=Age(), metavar="AGE", help="Only runs that ended longer ago than AGE: 12h, 30d, 8w.")
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Keep the newest N runs.")
+@click.option("--dry-run", is_flag=True, help="List what would be removed. Remove nothing.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask.")
 def clean(*, older_than: float | None, keep: int | None, dry_run: bool, yes: bool) -> int:
-    """Remove runs older than AGE, or all but the newest N. With both options a run must be both. You are asked first.
+    """Remove runs older than AGE, or all but the newest N. With both options a run must meet both. You are asked first.
 
     A run stays if it is needed: a process uses it, `last` names its plan, a file in this directory names it, or it still holds
     files of yours after a search was killed. The exit code is 0 also if you say no.
@@ -62,7 +62,7 @@ def clean(*, older_than: float | None, keep: int | None, dry_run: bool, yes: boo
       advisor runs clean --keep 0 --yes
     """
     if older_than is None and keep is None:
-        raise click.UsageError("nothing says which runs: --older-than AGE, --keep N", click.get_current_context())
+        raise click.UsageError("no runs are chosen: name --older-than AGE or --keep N", click.get_current_context())
     from advisor.runs import cleaning
     from advisor.runs.listing import listed
 

@@ -25,15 +25,17 @@ from advisor.core.storage import save
 
 
 @click.command("try", cls=Command, context_settings=SCRIPT_CONTEXT)
-@click.option("--change", metavar="ID", help="One change of advisor's own, such as channels_last.")
+@click.option("--change", metavar="ID", help="One of advisor's changes, such as channels_last.")
 @click.option(
     "--patch",
     type=click.Path(path_type=Path, dir_okay=False),
     metavar="FILE",
     help="A unified diff of your source. It is applied to a copy.",
 )
-@click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Least gain that counts as faster.")
-@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End after this long.")
+@click.option(
+    "--min-gain", type=Percent(), default="1%", show_default=True, help="Smallest gain that counts as faster."
+)
+@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End after this time.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @format_option("text", "json")
 @verbosity_options
@@ -54,12 +56,11 @@ def try_(
 ) -> int:
     """Try one change on SCRIPT, and say whether it is right and faster.
 
-    --change tries one change of advisor's own, as `advisor apply --only ID` does. --patch tries a change of yours: the diff is
-    applied to a copy of the project, and the copy runs against the script as it is, in pairs of fresh processes. Your files stay
-    as they are either way.
+    --change tries one of advisor's changes, as `advisor apply --only ID` does. --patch tries your change: advisor applies the diff
+    to a copy of the project, and runs the copy against your script in pairs of fresh runs. Your files stay as they are either way.
 
     A change is kept after three checks. Effect: it was really on. Numerics: the training stays the same. Timing: it is faster
-    beyond noise. The exit code is 0 for kept, 1 for not kept, 4 when noise or time left it open.
+    beyond noise. The exit code is 0 for kept, 1 for not kept, 4 if noise or time left the question open.
 
     \b
     Examples:
@@ -120,7 +121,7 @@ def _change(
     if result.log is None:
         raise AdvisorError(
             f"the script gives nothing to try {change} on (exit code {result.exit_code})",
-            fix=f"What it said is in {result.run_dir}.",
+            fix=f"Its output is in {result.run_dir}.",
             exit_code=ExitCode.INCONCLUSIVE,
         )
     found = attempt.of_search(change, result.log, str(result.run_dir))

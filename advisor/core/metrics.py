@@ -105,7 +105,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("traced_overhead_frac", "frac", "how much slower traced steps were"),
     _Section(
         "where the time goes",
-        "a short window traced with PyTorch's own tracer (Kineto); gaps in the device's work by what the host did meanwhile",
+        "a short window traced with PyTorch's own tracer (Kineto); gaps in the device's work, by what the host did at that time",
     ),
     _n(
         "work_frac", "frac", "share of the step in which work runs: the GPU's, or on a CPU all but waits for the loader"
@@ -291,9 +291,9 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n(
         "recompile_frac",
         "frac",
-        "time in which Dynamo compiled anew, over the timed steps, those that compiled among them",
+        "time in which Dynamo recompiled, over the timed steps (steps that compiled included)",
     ),
-    _t("recompiled", "functions that Dynamo compiled anew after warm-up, the longest first"),
+    _t("recompiled", "functions that Dynamo recompiled after warm-up, the longest first"),
     _f("optimizer_compiled", "the optimizer's step is inside a compiled function"),
     _Section("optimizer", "the live optimizer, and its kernels and calls in the traced window"),
     _t("optimizer", "class name of the optimizer with most parameters"),
@@ -332,7 +332,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("epoch_batches", "count", "batches that the training draws from an iterator of its loader"),
     _n("epoch_start_frac", "frac", "these starts, over the steps together with them"),
     _n("epoch_make_frac", "frac", "of that, what is no batch: workers that start and end"),
-    _t("workers_restarted_by", "why the loader's workers start anew each epoch, empty if they do not"),
+    _t("workers_restarted_by", "why the loader's workers start again each epoch, empty if they do not"),
     _n("iterators_per_step", "count", "iterators of the loader that are made, a step"),
     _n("workers", "count", "DataLoader workers"),
     _n("workers_per_core", "count", "DataLoader workers for each core available"),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from advisor.core.findings import Interval, Semantics
 
-# What may become of a change. `unconfirmed`: faster in the running loop, and not confirmed end to end, in fresh processes beside the
+# What may become of a change. `unconfirmed`: faster in the running loop, and not confirmed in fresh runs, in fresh processes beside the
 # plain script. The last two were never on: passed over for a reason, or declined by the user.
 KEPT, UNCONFIRMED, REVERTED, INCONCLUSIVE = "kept", "unconfirmed", "reverted", "inconclusive"
 NOT_APPLICABLE, FAILED, SKIPPED, DECLINED = "not applicable", "failed", "skipped", "declined"
@@ -79,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackVerdict:
-    """The kept changes together against the plain script, in fresh processes."""
+    """The kept changes together against the plain script, in fresh runs."""
 
     passed: bool | None
     detail: str

@@ -62,13 +62,15 @@ def notes(folder: Path, ranks: int, step_us: float) -> tuple[str, ...]:
     told = []
     if missing := [rank for rank in range(ranks) if rank not in found]:
         names = ", ".join(map(str, missing[:8]))
-        told.append(f"{counted(len(missing), 'rank')} of {ranks} left no record (rank {names}): the others are told of")
+        told.append(
+            f"{counted(len(missing), 'rank')} of {ranks} left no record (rank {names}): the report is about the others"
+        )
     waits = sorted(record.loader_us for record in found.values())
     middle = waits[(len(waits) - 1) // 2]
     slowest = max(found.values(), key=lambda record: record.loader_us)
     if step_us > 0 and slowest.loader_us - middle > MUCH_FRAC * step_us:
         told.append(
             f"rank {slowest.rank} spends {time_text(slowest.loader_us)} of a step in its loader, {time_text(slowest.late_us)} of it for "
-            f"batches that were not there yet, where others spend {time_text(middle)}: they wait for it in the gradients' reduction"
+            f"batches that were not there yet, where others spend {time_text(middle)}: they wait for it when gradients are reduced"
         )
     return tuple(told)

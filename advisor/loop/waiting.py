@@ -129,9 +129,9 @@ class Waiting:
 def missing(stage: Stage, *, cupy: bool = False) -> str:
     """Why a process that has come this far has shown no step. `cupy`: it has imported that, and not torch."""
     if cupy:
-        return "the script has imported CuPy and not torch, and a loop of CuPy alone has nothing that is switched while it runs"
+        return "the script uses CuPy without torch, and in such a loop no change can be switched while it runs"
     if stage is Stage.NOTHING:
-        return "no Python that advisor can enter has started: one with -I, -E or -S, in a container or on another machine keeps it out"
+        return "advisor found no Python process to enter: -I, -E or -S, a container or another machine keeps it out"
     if stage is Stage.PYTHON:
-        return "the script has not imported torch or CuPy, and training steps are theirs"
+        return "the script has imported neither torch nor CuPy, so it has no training steps yet"
     return "no training step was seen yet; in a loop without an optimizer call advisor.step() after each step"

@@ -69,11 +69,11 @@ def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, s
         link = _link("measured", gpus)
         (row,) = scaling.foretell(profile, (gpus,), inside=link, between=link, host=gpus, synchronised=synchronised)
     except AdvisorError as error:
-        return (f"nothing was foretold of {gpus} ranks: {error}",)
+        return (f"no prediction for {gpus} ranks: {error}",)
     took = sum(log.stack.plain_us) / len(log.stack.plain_us)
     low, high = map(time_text, row.step_us)
     return (
-        f"foretold from one rank's profile: {low} to {high} a step of {gpus} ranks, {time_text(row.exposed_us)} of it exposed "
+        f"predicted from one rank's profile: {low} to {high} a step of {gpus} ranks, {time_text(row.exposed_us)} of it exposed "
         f"communication (link {time_text(link.latency_us)}, {rate_text(link.gbps)}); measured {time_text(took)}: "
         f"{percent_text(abs(row.middle_us / took - 1))} off",
     )

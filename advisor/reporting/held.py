@@ -37,7 +37,7 @@ def text(look: MemoryLook, others: Sequence[Alternative], *, batch: int, memory_
     lines += [
         f"  {bytes_text(row.nbytes):>12}  {row.module or 'outside of models':<36} {row.source}" for row in kept[:MOST]
     ]
-    lines += ["", "Other ways, foretold from these sizes", f"  {'':<26}{'peak':>12}{'step':>18}"]
+    lines += ["", "Alternatives, predicted from these sizes", f"  {'':<26}{'peak':>12}{'step':>18}"]
     for other in others:
         low, high = other.step
         step = "as it is" if low == high == 1.0 else f"{low:.2f} to {high:.2f} ×"

@@ -250,10 +250,10 @@ def _next(profile: StepProfile, findings: Findings | None, trials: TrialLog | No
     """What to do now, and the command for it."""
     if trials is not None:
         command = wording.next_of_trials(trials, "advisor")
-        label = "Train with the plan:" if wording.usable(trials) else "Settle what is unconfirmed:"
+        label = "Train with the plan:" if wording.usable(trials) else "Settle the unconfirmed changes:"
         return (label, command) if command else None
     if findings is not None and findings.recommendations and (command := wording.next_apply(profile, "advisor")):
-        return "Try what was found:", command
+        return "Try the findings:", command
     return None
 
 
@@ -325,7 +325,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Loader", inp.loader),
                 ("Source", inp.source),
                 ("Time in next() a step", units.time_text(inp.next_us)),
-                ("Of that for batches not there yet", units.time_text(inp.late_us) if inp.loader else ""),
+                ("Waits for batches that were not ready", units.time_text(inp.late_us) if inp.loader else ""),
                 ("Workers", str(inp.workers)),
                 ("Batch", f"{inp.batch_size} samples, {units.bytes_text(inp.batch_bytes)} {inp.batch_dtype}".strip()),
                 ("Pinned memory", yes(inp.pin_memory)),
@@ -333,7 +333,7 @@ def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
                 ("Moved to the GPU unchanged", yes(inp.moved_unchanged) if cuda else ""),
                 ("Asynchronous copy", yes(inp.non_blocking) if cuda else ""),
                 ("Normalised by", inp.normalise),
-                ("Time of that a batch", units.time_text(inp.normalise_us) if inp.normalise else ""),
+                ("Time of normalising a batch", units.time_text(inp.normalise_us) if inp.normalise else ""),
                 ("A batch takes", wording.batch_making(profile)),
                 *_loader_lines(inp),
                 ("Its workers wait for orders", units.percent_text(inp.work.waits_frac) if inp.work and inp.work.worker and inp.work.told else ""),

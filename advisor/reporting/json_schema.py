@@ -182,7 +182,7 @@ DOCUMENTS: dict[str, Document] = {
     ),
     "scaling": Document(
         commands=("scale",),
-        about="A step of several GPUs, foretold; pairs are low and high. `gpu_hours` is there with `--epochs`.",
+        about="A step of several GPUs, predicted; pairs are low and high. `gpu_hours` is there with `--epochs`.",
         fields={"links": list[str], "one_us": float, "foretold": [_fields(Foretold)]},
     ),
     "runs": Document(commands=("runs",), about="The runs in advisor-runs/ here.", fields={"runs": [_RUN]}),

@@ -155,14 +155,14 @@ def _trials(trials: TrialLog) -> list[str]:
     for v in places.told(trials):
         lines += ["", f"<details><summary>{cell(places.headline(v))}</summary>", ""]
         lines += [_listed(group) for group in places.grouped(v.matched)]
-        lines += [_listed(group, "left as before") for group in places.grouped(v.unmatched)]
+        lines += [_listed(group, "unchanged") for group in places.grouped(v.unmatched)]
         lines += ["", "</details>"]
     stack = trials.stack
     if stack is not None:
         word = {True: "passed", False: "**failed**", None: "undecided"}[stack.passed]
         lines += ["", f"All kept changes together against the plain script: {word}. {cell(stack.detail)}"]
     if wording.unconfirmed(trials) and not wording.usable(trials):
-        lines += ["", f"To settle what is unconfirmed: {cell(wording.next_of_trials(trials, 'advisor'))}"]
+        lines += ["", f"To settle the unconfirmed changes: {cell(wording.next_of_trials(trials, 'advisor'))}"]
     return lines
 
 

@@ -74,6 +74,6 @@ def told(trials: TrialLog) -> tuple[Verdict, ...]:
 
 
 def headline(verdict: Verdict) -> str:
-    """`CUDA graphs: 2 places, 1 left as before`."""
-    left = f", {len(verdict.unmatched):,} left as before" if verdict.unmatched else ""
+    """`CUDA graphs: 2 places, 1 unchanged`."""
+    left = f", {len(verdict.unmatched):,} unchanged" if verdict.unmatched else ""
     return f"{verdict.title or verdict.transform}: {counted(len(verdict.matched), 'place')}{left}"

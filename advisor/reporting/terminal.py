@@ -121,7 +121,7 @@ def _gaps(page: Page, profile: StepProfile) -> list[str]:
     gaps = breakdown.gaps(profile, TOP_GAPS)
     if not gaps:
         return []
-    lines = [page.heading("Largest gaps to the limit", "time above what this machine needs at least")]
+    lines = [page.heading("Largest gaps to the limit", "time above this machine's minimum")]
     names = [(g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else "") for g in gaps]
     name_width = min(max(map(len, names)), max(20, (page.width - 50) // 2))
     kind_width = min(max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps), 18)
@@ -270,8 +270,8 @@ def recommendations_text(
     for number, r in enumerate(recommendations, 1):
         lines += _recommendation(page, r, f"{number:>2}. ", 6)
     lines += page.wrap(
-        "This is the first round. When it keeps something, the script is profiled with that on, and what the rules ask for "
-        "then is tried in a further round.",
+        "This is the first round. If it keeps a change, advisor profiles the script again with that change on. "
+        "The next round tries what the rules ask for then.",
         2,
         "dim",
     )

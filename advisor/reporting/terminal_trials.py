@@ -29,7 +29,7 @@ def trials_text(
     page = Page(max(width, MIN_WIDTH), color)
     blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
     if following := wording.next_of_trials(log, command, plan):
-        note = "settles the unconfirmed changes in fresh processes, without a search" if not wording.usable(log) else ""
+        note = "settles the unconfirmed changes in fresh runs, without a search" if not wording.usable(log) else ""
         blocks.append([page.heading("Next", note), "  " + page.paint(printable(following), "cyan")])
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -98,7 +98,7 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
     if stack is None:
         return []
     style = {True: "green", False: "red", None: "yellow"}[stack.passed]
-    lines = [page.heading("All kept changes together", "against the plain script, in fresh processes")]
+    lines = [page.heading("All kept changes together", "against the plain script, in fresh runs")]
     if stack.plain_us and stack.stack_us:
         plain, both = (statistics.geometric_mean(t) for t in (stack.plain_us, stack.stack_us))
         runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
@@ -129,7 +129,7 @@ def _written(page: Page, log: TrialLog) -> list[str]:
         if len(log.files_written) > 8:
             lines.append(page.paint(f"  {len(log.files_written) - 8} more in the report.", "dim"))
     if not log.complete:
-        lines += page.wrap("The search did not finish; what was decided until then is above.", 2, "yellow")
+        lines += page.wrap("The search did not finish. The verdicts above are those until then.", 2, "yellow")
     if log.notes:
         lines += [*([""] if lines else []), page.heading("Notes of the search")]
     for note in log.notes:

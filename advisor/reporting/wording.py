@@ -120,7 +120,7 @@ def spread(measured: Spread) -> str:
 
 
 def fed(profile: StepProfile) -> str:
-    """`65 to 71 ms with each batch there in time: 57 % of a step waits for the loader`; "" where it hardly waits."""
+    """`65 to 71 ms if every batch were ready: the step waits 57 % of its time for the loader`; "" where it hardly waits."""
     if not profile.fed_us:
         return ""
     waits = percent_text(1.0 - profile.fed_us / profile.typical_us)
@@ -129,7 +129,7 @@ def fed(profile: StepProfile) -> str:
         took = high if low == high else f"{low.split()[0]} to {high}"
     else:
         took = f"{low} to {high}"
-    return f"{took} with each batch there in time: {waits} of a step waits for the loader"
+    return f"{took} if every batch were ready: the step waits {waits} of its time for the loader"
 
 
 def batch_making(profile: StepProfile) -> str:
@@ -142,10 +142,10 @@ def batch_making(profile: StepProfile) -> str:
 
 
 def bursts(profile: StepProfile) -> str:
-    """`mean 19.05 ms, as batches come in bursts`, where that is what a step takes; else ""."""
+    """`mean 19.05 ms (batches come in bursts)`, where that is what a step takes; else ""."""
     if profile.step_us is None or not profile.in_bursts:
         return ""
-    return f"mean {duration(profile.typical_us)}, as batches come in bursts"
+    return f"mean {duration(profile.typical_us)} (batches come in bursts)"
 
 
 def step_spread(profile: StepProfile) -> str:
@@ -212,10 +212,10 @@ def limit_sentence(profile: StepProfile) -> str:
     if frac is None:
         doubt = profile.environment.rates_doubt
         because = f": {doubt} while its rates were measured" if doubt else ""
-        return f"how near this step is to this {device}'s limit is not known{because}"
+        return f"the distance to this {device}'s limit is not known{because}"
     if frac > 1:
         return (
-            f"this step is faster than the rates measured on this {device} allow: how near its limit is, is not known"
+            f"this step is faster than this {device}'s measured rates allow, so the distance to the limit is not known"
         )
     return f"this step runs at {percent_text(frac)} of this {device}'s limit"
 
@@ -231,7 +231,7 @@ def usable(trials: TrialLog) -> bool:
 
 
 def unconfirmed(trials: TrialLog) -> tuple[Verdict, ...]:
-    """The verdicts on what was faster in the running loop, and not confirmed end to end."""
+    """The verdicts on what was faster in the running loop, and not confirmed in fresh runs."""
     return tuple(v for v in trials.verdicts if v.status == UNCONFIRMED)
 
 
@@ -248,12 +248,12 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     silent = unexplained.slices(profile, findings)
     if silent:
         told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in silent)
-        sentence += f" Of the step no finding explains: {told}."
+        sentence += f" Not explained by any finding: {told}."
     first = next((t for t in cards(findings) if t.matters), None)
     if first is not None and first.card.predicted is not None:
-        return f"{sentence} Most to gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
+        return f"{sentence} Largest gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
     if first is not None:
-        return f"{sentence} First to mend: {_clause(first.lead.title)}."
+        return f"{sentence} Start with: {_clause(first.lead.title)}."
     if silent:
         return sentence
     frac = breakdown.limit_frac(profile)
@@ -279,17 +279,19 @@ def trials_headline(trials: TrialLog) -> str:
     open_yet = unconfirmed(trials)
     if trials.fault and not (stack is not None and stack.passed):
         found = counted(len(open_yet), "change")
-        until_then = f" Until then: {found} faster in the running loop, not confirmed end to end." if open_yet else ""
-        return f"The search was ended by a fault of advisor's own, not the script's: {trials.fault}.{until_then}"
+        until_then = (
+            f" Before that: {found} faster in the running loop, not confirmed in fresh runs." if open_yet else ""
+        )
+        return f"A fault in advisor ended the search; the script is not to blame: {trials.fault}.{until_then}"
     if open_yet and count:
-        changes += f", {len(open_yet)} more faster in the running loop and not confirmed end to end"
+        changes += f", {len(open_yet)} more faster in the running loop but not confirmed in fresh runs"
     elif open_yet:
-        why = f" Fresh processes: {stack.detail}." if stack is not None and stack.detail else ""
-        return f"Not confirmed in fresh processes: {counted(len(open_yet), 'change')} faster in the running loop.{why}"
+        why = f" Fresh runs: {stack.detail}." if stack is not None and stack.detail else ""
+        return f"Not confirmed in fresh runs: {counted(len(open_yet), 'change')} faster in the running loop.{why}"
     if not count:
         return _nothing_kept(trials, declined)
     if stack is None or stack.speedup is None or not stack.passed:
-        return f"{changes}; the whole was not proved against the plain script."
+        return f"{changes}; the plan was not proved against the plain script."
     speed = f"{factor(stack.speedup)} the plain script's speed"
     if stack.speedup_low is not None and stack.speedup_high is not None:
         speed += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
@@ -306,21 +308,19 @@ def device_speedup(stack: StackVerdict) -> str:
 
 
 def _nothing_kept(trials: TrialLog, declined: int) -> str:
-    """Of trials that kept nothing: whether anything was tried, and whether that is the last word."""
+    """Of trials that kept nothing: whether anything was tried, and whether that is final."""
     waiting = sum(v.status == INCONCLUSIVE for v in trials.verdicts)
     tried = sum(v.status not in UNTRIED for v in trials.verdicts)
     if waiting or not trials.complete:
         why = f"{counted(waiting, 'change')} could not be settled" if waiting else "the search did not finish"
-        return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may tell."
+        return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may settle it."
     told = f"you declined {'it' if declined == 1 == len(trials.verdicts) else counted(declined, 'change')}"
     if not tried:
-        why = told if declined else "each change was passed over for a reason"
+        why = told if declined else "each change was skipped, with a reason"
         return f"Nothing was tried: {why}. The plain script stays as it is."
     if declined:
-        return (
-            f"Nothing is kept: what was tried was rejected for a reason, and {told}. The plain script stays as it is."
-        )
-    return "Nothing helps here: every change that was tried was rejected for a reason. The plain script stays as it is."
+        return f"Nothing is kept: each tried change was rejected, with a reason, and {told}. The plain script stays as it is."
+    return "Nothing helps here: each tried change was rejected, with a reason. The plain script stays as it is."
 
 
 def spent(trials: TrialLog) -> str:
@@ -359,10 +359,10 @@ def round_headline(trials: TrialLog, number: int) -> str:
         return "Round 1, from the script as written"
     found = next((r for r in trials.rounds if r.number == number), None)
     if found is None or not found.step_us:
-        return f"Round {number}, tried once more after what was kept"
+        return f"Round {number}, tried again with the kept changes on"
     titles = {v.transform: v.title for v in trials.verdicts if v.title}
     on = ", ".join(titles.get(name, name) for name in found.kept)
-    return f"Round {number}, profiled again at {duration(found.step_us)} a step with {on}"
+    return f"Round {number}, profiled again with {on}: {duration(found.step_us)} a step"
 
 
 def tracing(cost: ProfilerCost) -> str:
@@ -390,15 +390,15 @@ def reason(verdict: Verdict) -> str:
     parts = [verdict.reason]
     if verdict.status == KEPT and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
         paid = counted(round(verdict.break_even_steps), "step")
-        parts.append(f"switching it on takes {time_text(verdict.first_step_us)} once, paid back after {paid}")
+        parts.append(f"its first step takes {time_text(verdict.first_step_us)} longer, paid back after {paid}")
     if verdict.left_out_gain is not None:
         parts.append(f"without it the plan is {gain(verdict.left_out_gain)} of the step slower")
     if verdict.blocks.disturbed:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.blocks.exponent:
-        parts.append("inputs differ in size, and steps were compared at one size")
+        parts.append("inputs differ in size, so steps were compared at one size")
     if verdict.unmatched and verdict.status != KEPT:  # of what is kept the reports say which places and why
-        parts.append(f"{counted(len(verdict.unmatched), 'place')} left as before")
+        parts.append(f"{counted(len(verdict.unmatched), 'place')} unchanged")
     return "; ".join(p for p in parts if p)
 
 
@@ -412,14 +412,14 @@ def step_sentence(profile: StepProfile) -> str:
 def refused(profile: StepProfile, command: str) -> str:
     """Why `apply` tries nothing in this script, and what to do instead; "" where it does."""
     if profile.origin:
-        return f"this is a trace, which nothing can be tried in; on its machine, `{command} apply --auto SCRIPT` tries what helps"
+        return f"this is a trace, so nothing can be tried here; on its own machine, `{command} apply --auto SCRIPT` tries what helps"
     if profile.step_kind == "forward":
-        return "the script trains nothing, so no change can be tried in its training; the findings say what would help"
+        return "the script trains nothing, so no change can be tried; the findings say what would help"
     if (world := profile.model.world_size) > 1:
         return (
-            f"the script trains in {world} processes, and changes are tried in one alone: search with one "
-            "(`torchrun --nproc-per-node 1`, `nprocs=1` of mp.spawn, `devices=1`), prove its plan in all, by "
-            f"`{command} apply --plan last`, and train with it, by `{command} run`"
+            f"the script trains in {world} processes, but a search runs in one. Search with one process "
+            "(`torchrun --nproc-per-node 1`, `nprocs=1` of mp.spawn, `devices=1`). Then prove the plan in all processes with "
+            f"`{command} apply --plan last`, and train with `{command} run`"
         )
     return ""
 

@@ -163,7 +163,7 @@ def load_run(run: str | Path) -> LoadedRun:
     try:
         findings = storage.load(folder / FINDINGS_FILE, Findings) if (folder / FINDINGS_FILE).exists() else None
     except AdvisorError as error:
-        fix = f"`advisor recommend {run}` applies the rules to its profile anew."
+        fix = f"`advisor recommend {run}` applies the rules to its profile again."
         raise AdvisorError(error.found, expected=error.expected, fix=fix) from None
     return LoadedRun(
         run_dir=folder.resolve(),

@@ -226,7 +226,7 @@ def save(folder: Path, name: str, machine: Machine, tests: Mapping[str, Iterable
             raise AdvisorError(
                 f"it is of another machine ({old.machine}), and {len(kept)} of its {len(old.tests)} tests were not measured "
                 f"here, as {next(iter(kept))}",
-                fix=f"Record all anew with --perf-save={name}.",
+                fix=f"Record all again with --perf-save={name}.",
             )
     now = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     baseline = Baseline(

@@ -78,7 +78,7 @@ def measure(
 
     Raises:
         AdvisorError: for a step that cannot be called or is a coroutine, a measurement inside another, a process that
-            `advisor` observes already, or a fault of advisor's own. What the step raises passes.
+            `advisor` observes already, or a fault in advisor. What the step raises passes.
     """
     since = since or Compilations()
     began = time.perf_counter()
@@ -304,7 +304,7 @@ def _drive(
             driver.abandon()
         if watcher.patches.fault is not None:
             fault = watcher.patches.fault
-            raise AdvisorError(f"measuring failed by a fault of advisor's own: {type(fault).__name__}: {fault}")
+            raise AdvisorError(f"a fault in advisor ended the measurement: {type(fault).__name__}: {fault}")
     return live, recompiled
 
 

@@ -51,7 +51,7 @@ def add(parser: pytest.Parser) -> None:
     flag = group.addoption
     flag("--perf-only", action="store_true", help="run only tests that measure performance")
     flag("--perf-skip", action="store_true", help="skip tests that measure performance")
-    flag("--perf-require-gpu", action="store_true", help="a test that would be skipped for want of a GPU fails")
+    flag("--perf-require-gpu", action="store_true", help="fail tests that would be skipped because there is no GPU")
     flag("--perf-save", metavar="NAME", default="", help="store what this run measures as a baseline")
     flag(
         "--perf-compare",

@@ -33,7 +33,9 @@ class Compile(Transform):
         if not modules:
             return Match(applies=False, reason="no module was seen")
         if not training.fixed_shapes:
-            return Match(applies=False, reason="input shapes change from step to step: each would compile anew")
+            return Match(
+                applies=False, reason="input shapes change from step to step, and each shape would compile again"
+            )
         if training.device.type == "cpu" and not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
             return Match(applies=False, reason="no C++ compiler on this machine")
         if training.device.type == "cuda" and importlib.util.find_spec("triton") is None:

@@ -50,7 +50,7 @@ def meter_of(owner: Any) -> Meter | str:
         return f"{cls.__name__} is a torch class"
     method = scope_of(update.__code__)
     if method is None:
-        return f"the source of {cls.__name__}.update is not to be had"
+        return f"the source of {cls.__name__}.update cannot be read"
     if held := _hands_on(method):
         return _held(owner, held, update.__code__)
     windows = {name for name, value in vars(owner).items() if type(value) in _WINDOWS}

@@ -38,7 +38,7 @@ SETTLE_S, SETTLE_SHARE = 10.0, 0.02
 # A change on top of the stack goes before the stack without each of its items where it takes this share of the time left, or less.
 CHEAP_SHARE = 0.35
 # Why a trial ends, or does not begin, before the time allowed is used up.
-LATE = "no time is left but what is kept for the final check"
+LATE = "out of time: the rest is for the final comparison"
 
 
 def settle_s(whole_s: float) -> float:

@@ -30,7 +30,7 @@ def compare(plain: Sequence[Sequence[float]], stack: Sequence[Sequence[float]], 
     """
     plain = [run for run in plain if run]
     if not plain:
-        return Check(passed=None, detail="the script's steps have no loss that advisor can see")
+        return Check(passed=None, detail="advisor cannot see a loss in the script's steps")
     if not stack or not all(len(run) > 0 for run in stack):
         return Check(passed=False, detail="no losses were seen with the changes on")
     # One batch that overflows is no licence for a training that is NaN from then on.

@@ -58,7 +58,7 @@ def log(
 
 def leave_unconfirmed(script: Script, proved: Proof | None) -> None:
     """What is kept and was not compared with the plain script is neither proved nor refuted."""
-    reason = f"not confirmed end to end: {script.why_over or 'it ended'} before the comparison with the plain script"
+    reason = f"not confirmed in fresh runs: {script.why_over or 'it ended'} before the comparison with the plain script"
     held = proved.items if proved is not None and proved.holds else ()
     for item in records.kept_items(script.run_dir):
         if item.transform in held:
@@ -67,7 +67,7 @@ def leave_unconfirmed(script: Script, proved: Proof | None) -> None:
 
 
 def exit_code(log: TrialLog) -> int:
-    """0 when something is kept and proved, or there was nothing to do; 3 where a fault of advisor's own has ended it; 4 when noise,
+    """0 when something is kept and proved, or there was nothing to do; 3 where a fault in advisor has ended it; 4 when noise,
     time, the script or the user left it open.
     """
     if any(v.status == KEPT for v in log.verdicts) and log.stack is not None and log.stack.passed:

@@ -45,11 +45,14 @@ def beside(plan: Plan, run_dir: Path, here: Path) -> tuple[Path, str]:
         try:
             known = planfile.read(theirs)
         except AdvisorError:
-            return ours, f"{theirs.name} here is left as it is: it is no plan of this version; the new plan is {ours}"
+            return (
+                ours,
+                f"{theirs.name} here is left as it is: another version of advisor wrote it; the new plan is {ours}",
+            )
         if other := planfile.another_script(known, planfile.script_of(plan)):
             return ours, f"{theirs.name} here is left as it is: {other}; the new plan is {ours}"
         if not _as_written(theirs, Path(known.run) / PLAN_FILE):
-            return ours, f"{theirs.name} here is left as it is, for it was edited; the new plan is {ours}"
+            return ours, f"{theirs.name} here is left as it is, because it was edited; the new plan is {ours}"
     try:
         shutil.copyfile(ours, theirs)
     except OSError as error:

@@ -87,7 +87,7 @@ class SearchProcesses:
     def why_late(self) -> str:
         """Why nothing more begins behind the deadline, though `--max-time` is not used up."""
         reserve_s = self.budget.until - self.deadline
-        return f"no time is left but the {reserve_s:.0f} s kept for the final check"
+        return f"out of time: the remaining {reserve_s:.0f} s are for the final comparison"
 
     @property
     def left(self) -> float:

@@ -103,7 +103,7 @@ def judge(
 ) -> StackVerdict:
     """Whether the runs with `kept` are certainly faster than the plain ones, and train alike."""
     if not stack:
-        return StackVerdict(passed=False, detail="the stack gave no measurement in a fresh run")
+        return StackVerdict(passed=False, detail="the plan gave no measurement in a fresh run")
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
     waits = waits_for(plain, stack) if not flow else ""

@@ -47,7 +47,7 @@ def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) ->
     if not any(item.status in TO_PROVE for item in left.items):
         raise AdvisorError(
             "the plan has no change to prove",
-            expected="an item whose status is `kept` or `unconfirmed`, and that --only and --skip leave",
+            expected="an item with the status `kept` or `unconfirmed` that --only and --skip do not exclude",
             fix="Search with `advisor apply --auto`.",
         )
     return left
@@ -63,7 +63,7 @@ def prove_plan(
     say: Say,
     launch: Launch | None = None,
 ) -> tuple[TrialLog, Plan, int]:
-    """Run what the plan keeps against the plain script in fresh processes, and write `trials.json` and `plan.yaml`.
+    """Run what the plan keeps against the plain script in fresh runs, and write `trials.json` and `plan.yaml`.
 
     Of what does not hold the last changes are dropped until the rest does, as at the end of a search. The plan written is the one
     given, with what became of its items, and tied by its hashes to what is here.

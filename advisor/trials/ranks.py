@@ -278,7 +278,7 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
     of_bound, line = _losses(plain.losses, [o.losses for o in others], spread.losses)
     numbers |= {"losses_of_bound": of_bound, "steps": float(len(spread.losses))}
     if not numbers or not spread.losses:
-        return Check(passed=None, detail="the script's steps have no loss or gradients that advisor can see")
+        return Check(passed=None, detail="advisor cannot see a loss or gradients in the script's steps")
     told.append(line)
     worst = max(worst, of_bound)
     numbers["of_bound"] = worst

@@ -68,7 +68,7 @@ def run_plan(
     if not kept:
         waiting = sum(item.status == UNCONFIRMED for item in plan.items)
         settle = (
-            f" ({waiting} are not confirmed end to end: `advisor apply --plan {path}` settles it)" if waiting else ""
+            f" ({waiting} are not confirmed in fresh runs: `advisor apply --plan {path}` settles it)" if waiting else ""
         )
         say(f"the plan has no change to apply{settle}; the plain script trains")
     session = Session(
@@ -97,8 +97,8 @@ def run_plan(
         say(f"advisor switched itself off in the script, {which}: {ended.fault}")
     elif kept and "applied" not in events:
         say(
-            "no training step was seen, or too few: the script has trained without what the plan changes in a model or an "
-            "optimizer (processes that it starts are followed only where they join a process group)"
+            "too few training steps were seen: the script has trained without the plan's changes to models and "
+            "optimizers (advisor follows processes that the script starts only if they join a process group)"
         )
     return int(ExitCode.USAGE) if REFUSED in events else ended.code
 

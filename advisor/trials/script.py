@@ -22,7 +22,7 @@ from advisor.profiling.beside.launcher import Exit, ScriptCommand
 from advisor.trials import records, spent
 from advisor.userfiles import restore
 
-_HUNG = "a process of the script had done all it was to do, hung in native exit handlers, and was ended"
+_HUNG = "a process of the script finished its work but hung in native exit handlers, so advisor ended it"
 # A rank's lines begin with its number where torchrun tells the error.
 _RANK, _TRACEBACK, _ERROR = (
     re.compile(r"^\[rank\d+\]: ?"),

@@ -103,7 +103,7 @@ def begin(
         processes.later = earlier.refused(run_dir, command.words[0], command.words[1:], here)
         if processes.later:
             titles = ", ".join(map(transform_table.title, processes.later))
-            say(f"not among what is tried first, as the latest search here has refused it: {titles}")
+            say(f"not tried first, because the last search here rejected it: {titles}")
     if noise is not None:
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
@@ -127,14 +127,14 @@ def _tells(noise: float, step_s: float) -> str:
     """What the plain loop's noise lets a trial tell, and in what time."""
     seconds = 2 * statistics.STAGES[0] * block_s(step_s)
     least = max(0.001, statistics.tells(noise))
-    return f"this loop's noise lets a trial tell differences above {percent_text(least)} of a step within {time_text(seconds * 1e6)}"
+    return f"with this loop's noise a trial can detect differences above {percent_text(least)} of a step within {time_text(seconds * 1e6)}"
 
 
 def _limits(budget: Budget) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
-        f"searching for {budget.whole_s:.0f} s at most, of which {budget.reserve_s(quick=True):.0f} s are kept for the final check; "
-        "Ctrl-C ends it; the plan then holds what is proved, and other faster changes as unconfirmed"
+        f"searching for at most {budget.whole_s:.0f} s, {budget.reserve_s(quick=True):.0f} s of them for the final comparison. "
+        "Ctrl-C ends the search: the plan then holds the proved changes, and other faster changes as unconfirmed"
     )
 
 
@@ -273,7 +273,7 @@ class Search:
                 "a longer training makes the search faster"
             )
         if script.interrupted:
-            script.notes.append("interrupted: the verdicts until then are here")
+            script.notes.append("interrupted: the verdicts until then are kept")
         log = self._log()
         return log, self._write(log)
 
@@ -307,8 +307,8 @@ def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
         needed_s = 2 * given_s
     enough = f"{math.ceil(needed_s / 60)}m" if needed_s > 120 else f"{math.ceil(needed_s / 10) * 10}s"
     return (
-        f"no trial came to an end: of {given_s:.0f} s the first profile took {profiled_s:.0f}, and the rest was less than a trial and "
-        f"the comparison with the plain script take; try --max-time {enough}"
+        f"no trial finished: the first profile took {profiled_s:.0f} of {given_s:.0f} s, and the rest was too short for a trial and "
+        f"the final comparison; try --max-time {enough}"
     )
 
 

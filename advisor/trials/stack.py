@@ -80,7 +80,7 @@ class StackTrial:
             if number > 1 and (verdict.passed is not None or time.time() > self.budget.until):
                 break
             kinds: tuple[str, ...] = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
-            what = f"comparing in fresh processes, round {number}"
+            what = f"comparing in fresh runs, round {number}"
             if quick and number == 1 and before is None:
                 profiled = self._profiled()
                 runs.plain += profiled
@@ -103,7 +103,9 @@ class StackTrial:
             verdict = self._judge(runs.plain, runs.stack, kept)
             if verdict.passed is False and number == 1 and proof.apart(runs.plain, runs.stack, kept):
                 # Two plain runs say little of how far chance takes a training whose losses still swing.
-                self._gather(runs, (PLAIN, PLAIN), kept, "the losses differ; how far the plain script's go apart")
+                self._gather(
+                    runs, (PLAIN, PLAIN), kept, "the losses differ; measuring how much the plain script's losses vary"
+                )
                 if self.script.over:
                     return before or self._cut_short()
                 verdict = self._judge(runs.plain, runs.stack, kept)
@@ -113,9 +115,7 @@ class StackTrial:
             dropped = self._least_trusted(kept)
             kept = [item for item in kept if item not in dropped]
             for item in dropped:
-                self._revert(
-                    item, f"beside the other changes, the changes together did not hold in fresh runs: {verdict.detail}"
-                )
+                self._revert(item, f"together with the other changes it did not hold in fresh runs: {verdict.detail}")
             if before is not None and _names(kept) == set(before.items):
                 return before
             if kept:
@@ -152,7 +152,7 @@ class StackTrial:
             return proved
         begun = Counter({PLAIN: len(proved.plain), STACK: len(proved.stack)})
         runs = _Runs(plain=list(proved.plain), stack=list(proved.stack), begun=begun)
-        self._gather(runs, (STACK, PLAIN), kept, "once more in fresh processes, for a narrower interval")
+        self._gather(runs, (STACK, PLAIN), kept, "more fresh runs, for a narrower interval")
         if self.script.over or not kept or len(runs.plain) < len(proved.plain) + 1 or not runs.stack:
             return proved
         return self._proof(self._judge(runs.plain, runs.stack, kept), runs.plain, runs.stack, kept)
@@ -201,7 +201,7 @@ class StackTrial:
                     script.notes.append(f"no time was left to try {title} with the kept changes")
                 continue
             item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
-            script.say(f"the kept changes with {title}, in fresh processes")
+            script.say(f"the kept changes with {title}, in fresh runs")
             settled = partial(self._gains_nothing, proved, (*kept, item))
             runs = self._seeded(spent.ON_TOP, (*kept, item), settled)
             if (
@@ -248,7 +248,7 @@ class StackTrial:
             if time.time() + self.runs.last_s > until:
                 unasked.append(title)
                 continue
-            script.say(f"the plan without {title}, in fresh processes")
+            script.say(f"the plan without {title}, in fresh runs")
             stays = self._stays_with_others if item.transform in together else self._stays_alone
             runs = self._without(rest, proved, kept, stays)
             if script.over:
@@ -357,10 +357,10 @@ class StackTrial:
         return bool(runs[-1].left_out) or (gain is not None and stays(gain))
 
     def _on_top_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
-        return proof.ratio(proved.stack, runs, flow=self._flow(kept), alike=True).saved("on top, fresh processes")
+        return proof.ratio(proved.stack, runs, flow=self._flow(kept), alike=True).saved("on top, fresh runs")
 
     def _left_out_gain(self, proved: Proof, kept: Sequence[PlanItem], runs: Sequence[Measurement]) -> Interval | None:
-        return proof.ratio(runs, proved.stack, flow=self._flow(kept), alike=True).saved("left out, fresh processes")
+        return proof.ratio(runs, proved.stack, flow=self._flow(kept), alike=True).saved("left out, fresh runs")
 
     def _judge(
         self, plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]
@@ -393,7 +393,7 @@ class StackTrial:
         left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
         if left_out:
             return records.verdict_on(candidate, "not applicable", left_out)
-        gain = ratio.saved("on top, fresh processes")
+        gain = ratio.saved("on top, fresh runs")
         status, reason = INCONCLUSIVE, "too few steps were timed in fresh runs"
         if gain is not None:
             told = f"{percent_text(gain.low)} to {percent_text(gain.high)} of the step saved on top of what is kept"
@@ -407,7 +407,7 @@ class StackTrial:
             status, reason = REVERTED, f"it changes the training: {numerics.detail}"
         elif status == KEPT and whole.passed is not True:
             status = REVERTED if whole.passed is False else INCONCLUSIVE
-            reason = f"with it the whole does not hold: {whole.detail}"
+            reason = f"with it the plan does not hold: {whole.detail}"
         return records.verdict_on(
             candidate,
             status,
@@ -432,7 +432,7 @@ class StackTrial:
     def _unproved(self, kept: Sequence[PlanItem], why: str, verdict: StackVerdict | None = None) -> Proof:
         """Nothing stays kept that was not proved together with the rest; what that leaves open is unconfirmed."""
         for item in kept:
-            self._revert(item, f"not confirmed end to end: {why}", status=UNCONFIRMED)
+            self._revert(item, f"not confirmed in fresh runs: {why}", status=UNCONFIRMED)
         return Proof(verdict=dataclasses.replace(verdict or StackVerdict(passed=None, detail=""), detail=why))
 
     def _drop_unapplied(self, found: Measurement, kept: list[PlanItem]) -> bool:

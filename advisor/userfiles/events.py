@@ -196,7 +196,7 @@ def _named_to_program(guard: Guard, path: str) -> None:
         with contextlib.suppress(OSError):
             guard.program_bytes += os.path.getsize(place)
         if guard.program_bytes > _PROGRAM_BYTES:
-            say(f"not set aside before a program may change it, for want of room: {place}")
+            say(f"not enough room to set this file aside before a program may change it: {place}")
         else:
             guard.touch(place)
 

@@ -103,11 +103,11 @@ def told(run_dir: Path, *, moved: bool = True) -> str:
     if back:
         parts.append(f"put back as it was: {_names(list(back))}")
     if new:
-        parts.append(f"taken away again: {_names(list(new))}")
+        parts.append(f"removed again: {_names(list(new))}")
     if parts and moved and (root / DIVERTED).is_dir():
         parts.append(f"what the script wrote is in {_shown(str(root / DIVERTED))}")
     if stayed:
-        parts.append(f"left, as not empty: {_names(stayed)}")
+        parts.append(f"left because it is not empty: {_names(stayed)}")
     return "; ".join(parts)
 
 

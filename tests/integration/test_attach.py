@@ -438,8 +438,8 @@ def test_a_script_that_cannot_be_started_in_a_search_says_why(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("script", "waits", "reached", "reason"),
     [
-        ("import cupy", {"CUPY_S": 0.3}, Stage.PYTHON, "a loop of CuPy alone"),
-        ("import json", {"TORCH_S": 0.3}, Stage.PYTHON, "the script has not imported torch"),
+        ("import cupy", {"CUPY_S": 0.3}, Stage.PYTHON, "uses CuPy without torch"),
+        ("import json", {"TORCH_S": 0.3}, Stage.PYTHON, "the script has imported neither torch nor CuPy"),
         ("import torch", {"first_step_s": 0.3}, Stage.TORCH, "no training step was seen"),
     ],
 )

@@ -230,7 +230,7 @@ def test_noise_that_hides_several_as_one_is_not_asked_about_the_least_of_them(tm
     }
     told_of = verdicts["faster"]
     assert "together with another change of the tests" in told_of.reason
-    assert told_of.reason.endswith("alone it promises less than the noise")
+    assert told_of.reason.endswith("alone its predicted gain is below the noise")
     assert (told_of.together, told_of.gain, told_of.predicted.high) == ((), None, 0.02)
     assert ("trial", "faster", 0) not in told(tmp_path, "trial")
 

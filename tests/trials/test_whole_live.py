@@ -110,7 +110,7 @@ def test_what_noise_hides_is_left_to_fresh_processes_where_it_looks_faster(tmp_p
     verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16")
     assert record.whole_kept is kept
     if kept:
-        assert "fresh processes decide" in verdicts["amp_bf16"].reason
+        assert "fresh runs decide" in verdicts["amp_bf16"].reason
 
 
 def test_pairs_that_end_in_haste_and_look_no_faster_leave_it_open(tmp_path, monkeypatch):

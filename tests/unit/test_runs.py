@@ -132,7 +132,7 @@ def test_nothing_goes_where_nobody_can_be_asked(shelf, capsys, monkeypatch):
     monkeypatch.setattr(ask, "open", nobody, raising=False)
     code, _, err = call(capsys, "clean", "--keep", "0")
     assert code == 2
-    assert "nobody is there to answer. Use --yes" in err
+    assert "there is no terminal to answer. Use --yes" in err
     assert "one" in left(shelf)
 
 

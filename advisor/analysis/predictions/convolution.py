@@ -134,7 +134,7 @@ def cudnn_benchmark(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
     if facts.flags.get("cudnn_benchmark"):
         return nothing("cudnn.benchmark is already on")
     if not facts.fixed_shapes:
-        return nothing("input shapes change, so each would be tuned anew")
+        return nothing("input shapes change, and each shape would be tuned again")
     convs = [row for row in view.rows if row.kind == "conv"]
     if not convs:
         return nothing("no convolution in the step")

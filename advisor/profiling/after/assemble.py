@@ -73,7 +73,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     if step is not None and 0 < step.median < found.limit_us:
         notes.append(
             f"the limit of {time_text(found.limit_us)} is longer than the step of {time_text(step.median)}: this machine's rates were "
-            "measured while it was busy, or the step's data stay in a cache; no share of the limit means anything"
+            "measured while it was busy, or the step's data stay in a cache; shares of the limit mean nothing here"
         )
     if step is not None and found.steps and facts.input.next_us - found.next_us > CAUGHT_UP_FRAC * step.median:
         notes.append(

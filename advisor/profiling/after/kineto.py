@@ -82,7 +82,7 @@ def imported(file: Path, run_dir: Path) -> Environment:
     )
     if len(read.steps) < 1:
         trace.notes.append(
-            "the trace marks no steps (call `prof.step()`): optimizer steps, or the whole trace, stand for them"
+            "the trace marks no steps (call `prof.step()`): advisor takes optimizer steps as steps, or else the whole trace"
         )
     facts = FactsRecord(model=_model(read, document), input=_input(read, trace))
     storage.save(run_dir / SESSION_FILE, Session(mode="profile", run_dir=str(run_dir), script=file.name))
@@ -314,7 +314,7 @@ def _environment(document: Mapping[str, Any], on_gpu: bool) -> Environment:
     """The machine of the trace, as far as it tells: of its rates it tells nothing."""
     listed: Iterable[Any] = document.get("deviceProperties") or ()
     gpus = [gpu for gpu in listed if isinstance(gpu, dict)]
-    note = "a trace made elsewhere: this machine's rates say nothing of it, so no limit is told"
+    note = "a trace from another machine: this machine's rates do not apply to it, so no limit is shown"
     if not on_gpu or not gpus:
         return Environment(device="cuda" if on_gpu else "cpu", cpu_name="another machine", notes=(note,))
     gpu = gpus[0]

@@ -128,7 +128,9 @@ class Sampler:
         if not hostload.supported():
             missing.update(dict.fromkeys(sorted(_HOST_COLUMNS), "this system has no Linux /proc"))
         elif hostload.busy_seconds() is None:
-            missing["others_cpu_s"] = "a quota allows fewer cores than there are: what others use is not taken from it"
+            missing["others_cpu_s"] = (
+                "a quota allows fewer cores than there are: cores that others use are not subtracted"
+            )
         try:
             reader = nvml.GpuReader(self._gpu)
         except Exception as error:

@@ -144,7 +144,7 @@ class TraceCollector:
     def start(self) -> None:
         """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
         if _profiler_enabled() or script_profiles():
-            self.notes.append("no trace: the script has a torch profiler of its own running")
+            self.notes.append("no trace: the script's own torch profiler is running")
             return
         try:
             profile = autograd_profiler.profile(
@@ -204,9 +204,7 @@ class TraceCollector:
             if not _profiler_enabled() or script_profiles():
                 self._profile = None
                 moved = threading.current_thread() is not self._thread
-                why = (
-                    "trains in another thread by now" if moved else "has started a torch profiler of its own meanwhile"
-                )
+                why = "now trains in another thread" if moved else "has started its own torch profiler"
                 self.notes.append(f"no trace: the script {why}")
         if self._profile is None:
             if self._dram is not None:

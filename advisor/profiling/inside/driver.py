@@ -313,7 +313,7 @@ class ProfileDriver:
         self.phase = "audited"
         self._audit = Audit(self.training)
         self._audit.begin()
-        tell(self.session, "phase", phase="holding a step's layers against fp64", done=0, total=0)
+        tell(self.session, "phase", phase="comparing a step's layers with fp64", done=0, total=0)
 
     def _end_audit(self) -> None:
         audit, self._audit = self._audit, None
@@ -475,7 +475,7 @@ class ProfileDriver:
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
         if self.handful:
-            notes.append("the script makes so few steps that these times include its warm-up")
+            notes.append("the script has so few steps that these times include its warm-up")
         if self.watcher.kind == FORWARD:
             # First, for it says of what all else is told.
             notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")

@@ -68,7 +68,7 @@ class KernelTime:
             return ()
         self._profile.entered, self._profile = False, None
         if not _profiler_enabled() or threading.current_thread() is not self._thread:
-            self.why = "the profiler was ended by another, or the script trains in another thread by now"
+            self.why = "the profiler was ended by another, or the script now trains in another thread"
             return ()
         torch.cuda.synchronize(self._device)
         ended_ns = time.time_ns()

@@ -225,7 +225,7 @@ def no_host_chance() -> Iterator[None]:
     before = states()
     yield
     if states() != before:
-        raise RuntimeError("the forward draws random numbers on the host, which a replay would not draw anew")
+        raise RuntimeError("the forward draws random numbers on the host, and a replay would repeat them")
 
 
 class _Kept:

@@ -404,7 +404,7 @@ class SearchDriver:
         """What noise has left open as one is left open one by one, where a trial of its own could tell no more."""
         for member in hidden:
             others = " and ".join(self.loop.find(m.transform).title for m in members if m is not member)
-            reason = f"{verdict.reason}, together with {others}; alone it promises less than the noise"
+            reason = f"{verdict.reason}, together with {others}; alone its predicted gain is below the noise"
             timing = Check(passed=False, detail=reason)
             own = self._own(verdict, member, members)
             self._conclude(dataclasses.replace(own, reason=reason, gain=None, timing=timing))

@@ -22,7 +22,7 @@ def kernel_times(
     yield
     kernels, clean = KernelTime(loop.training.device, lasting=True), [False]
     if not kernels.start():
-        note(f"the kernels' own time was not to be had: {kernels.why}")
+        note(f"the kernels' own time could not be measured: {kernels.why}")
         return ()
     found: tuple[float, ...] = ()
     try:
@@ -34,5 +34,5 @@ def kernel_times(
     finally:
         found = kernels.stop()  # also where the search is given up here: a profiler must not stay on
     if not found:
-        note(f"the kernels' own time was not seen: {kernels.why}")
+        note(f"the kernels' own time could not be measured: {kernels.why}")
     return tuple(us for us, counts in zip(found, clean[1:], strict=False) if counts)

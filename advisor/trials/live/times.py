@@ -228,12 +228,10 @@ class Times:
             )
         step, point = found
         if step.high < 0.0:
-            reason = (
-                f"it saves the device's time, and makes the step slower: {decision.reason}, of the step {point:+.1%}"
-            )
+            reason = f"it saves device time but makes the step slower: {decision.reason}, of the step {point:+.1%}"
             return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
         cause = "its loader" if self.by_device else "the host's launches"
-        told = f"of the device's time: {decision.reason}; this step waits for {cause}, and is {point:.1%} shorter now"
+        told = f"device time: {decision.reason}; this step waits for {cause}, and is {point:.1%} shorter now"
         return dataclasses.replace(decision, reason=told, step_point=point)
 
     def step_us(self, decision: Decision) -> float | None:

@@ -106,7 +106,9 @@ class Trial:
         except Exception as error:
             lost = bool(unusable(str(self.loop.training.device)))
             if lost:
-                raise Unclean(f"it left the GPU in error, which ends the process: {first_line(error)}") from error
+                raise Unclean(
+                    f"it left the GPU in an error state, so the process had to end: {first_line(error)}"
+                ) from error
             if isinstance(error, (Unclean, OtherModel)):
                 raise
             return self.verdict("failed", f"{type(error).__name__}: {first_line(error)}")
@@ -370,7 +372,7 @@ class Trial:
         least = 0.0 if self.times.off.host_bound else LOOKS_FASTER * self.loop.session.min_gain
         faster = decision.point is not None and decision.point > least
         if faster or (anyway and decision.point is None):
-            return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh processes decide")
+            return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh runs decide")
         return dataclasses.replace(decision, status=INCONCLUSIVE)  # there will be no more pairs
 
     def _stand(self, switch: Switch) -> None:
@@ -380,7 +382,7 @@ class Trial:
             self.loop.kept.standing.remove(rival)
             for old in self.loop.verdicts():
                 if old.transform == rival.transform.id and old.status == KEPT:
-                    reason = f"replaced by {self.candidate.transform}, which is faster; it had gained: {old.reason}"
+                    reason = f"replaced by {self.candidate.transform}, which is faster; before that: {old.reason}"
                     old = dataclasses.replace(old, status=REVERTED, reason=reason)
                     records.save_verdict(self.loop.session.folder, old)
         self.loop.kept.standing.append(switch.standing)

@@ -45,7 +45,7 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
         plain.saved.restore()
         on()
         return dataclasses.replace(
-            found, detail=f"{found.detail}; its layers could not be looked at ({first_line(error)})"
+            found, detail=f"{found.detail}; its layers could not be checked ({first_line(error)})"
         )
     if wrong:
         return Check(passed=False, detail=f"{name}: {wrong}", numbers={**found.numbers, "of_bound": math.inf})
@@ -54,7 +54,7 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
         return found
     if captured(plain) and not _as_uncaptured(plain).passed:
         return found
-    detail = f"{found.detail} from end to end, and each of {len(right)} layers right by itself"
+    detail = f"{found.detail} in the whole model, and each of {len(right)} layers right by itself"
     return Check(passed=True, detail=detail, numbers={**found.numbers, "of_bound": 1.0})
 
 

@@ -129,10 +129,7 @@ def test_doubtful_rates_give_no_share_and_no_finding() -> None:
     found = {f.rule: f.outcome for f in rules.evaluate(rules.load(), table, doubted)}
     assert {found[rule] for rule in shares} == {Outcome.UNKNOWN}
     told = wording.headline(doubted, None, None)
-    assert (
-        told
-        == "How near this step is to this GPU's limit is not known: the GPU throttled while its rates were measured."
-    )
+    assert told == "The distance to this GPU's limit is not known: the GPU throttled while its rates were measured."
 
 
 def test_a_step_that_is_faster_than_the_rates_allow_is_at_no_share_of_its_limit() -> None:

@@ -536,7 +536,7 @@ def test_a_trace_is_read_in_place_of_a_script(invoke, pipeline):
     assert invoke("profile", "--trace", "rank0.json").exit_code == 0
     assert str(pipeline.calls["profile_trace"][0][0]) == "rank0.json"
     both = invoke("profile", "--trace", "rank0.json", "train.py")
-    assert (both.exit_code, "at once" in both.stderr) == (ExitCode.USAGE, True)
+    assert (both.exit_code, "exclude each other" in both.stderr) == (ExitCode.USAGE, True)
 
 
 def test_try_wants_one_change_or_one_patch_and_a_script(invoke, pipeline):

@@ -71,7 +71,7 @@ def test_a_step_in_time_ends_the_waiting() -> None:
 
 def test_a_script_that_may_still_train_is_let_be_and_told_of() -> None:
     """Data may take an hour to be made ready; a command may stand in the queue of a cluster."""
-    for told, missing in (((), "no Python"), ((waiting.STARTED, waiting.ATTACHED), "no training step")):
+    for told, missing in (((), "advisor found no Python"), ((waiting.STARTED, waiting.ATTACHED), "no training step")):
         process = Process("profile").told(*told)
         lines = [line for _ in range(3600) if (line := process.after(1.0).line())]
         assert process.waiting.over() == ""
@@ -81,9 +81,9 @@ def test_a_script_that_may_still_train_is_let_be_and_told_of() -> None:
 
 def test_a_script_that_never_imports_torch_is_told_and_ended() -> None:
     process = Process("profile").told(waiting.STARTED)
-    assert "has not imported torch or CuPy" in process.after(waiting.TELL_S).line()
+    assert "has imported neither torch nor CuPy" in process.after(waiting.TELL_S).line()
     assert process.after(waiting.TORCH_S - waiting.TELL_S - 1).over() == ""
-    assert "training steps are theirs" in process.after(1).over()
+    assert "so it has no training steps yet" in process.after(1).over()
 
 
 def test_cupy_alone_is_told_at_once_and_ended() -> None:
@@ -92,10 +92,10 @@ def test_cupy_alone_is_told_at_once_and_ended() -> None:
     assert process.waiting.line()
     process.told(waiting.IMPORTED)
     assert process.waiting.line() == ""  # torch may be imported next
-    assert "a loop of CuPy alone has nothing that is switched" in process.after(waiting.CUPY_TOLD_S).line()
+    assert "the script uses CuPy without torch" in process.after(waiting.CUPY_TOLD_S).line()
     assert process.waiting.line() == ""
     assert process.waiting.over() == ""
-    assert "CuPy alone" in process.after(waiting.CUPY_S).over()
+    assert "CuPy without torch" in process.after(waiting.CUPY_S).over()
 
 
 def test_cupy_beside_torch_is_a_pytorch_loop() -> None:

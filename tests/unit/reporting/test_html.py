@@ -184,7 +184,7 @@ def test_every_place_is_listed_and_each_reason_said_once():
     fused = next(v for v in log.verdicts if len(v.matched) == 250)
     assert not [path for entry in fused.matched + fused.unmatched if (path := entry.partition(": ")[0]) not in text]
     assert "Took effect on 250 places bn+relu 167 places stages.0.blocks.0.norm stages.0.blocks.1.norm" in text
-    left = text[text.index("Left 120 places as before") :]
+    left = text[text.index("Unchanged: 120 places") :]
     reasons = (
         "the norm behind it has no use for it 60 places",
         "64–256 channels in, 32 out: cuDNN is faster 35 places stages.0.blocks.25.conv 64 stages.0.blocks.26.conv 128",

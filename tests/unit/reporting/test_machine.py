@@ -36,7 +36,7 @@ def test_markdown_tables():
     text = markdown(samples.resnet50(), samples.findings(), samples.trials())
     assert "| normalisation | 33.7 ms | 29 % | 40 % |" in text
     assert (
-        "| channels\\_last layout | 8–52 % | 48–49 % | kept | faster beyond noise; switching it on takes 800 ms once, paid back after 16 steps |"
+        "| channels\\_last layout | 8–52 % | 48–49 % | kept | faster beyond noise; its first step takes 800 ms longer, paid back after 16 steps |"
         in text
     )
     for block in text.split("\n\n"):
@@ -56,13 +56,13 @@ def test_markdown_says_where_kept_changes_took_effect():
     log = samples.many_places()
     text = markdown(samples.resnet50(), None, log)
     assert text.count("<details>") == 1
-    lines = text[text.index("<summary>fused batch norm, add and ReLU: 250 places, 120 left as before</summary>") :]
+    lines = text[text.index("<summary>fused batch norm, add and ReLU: 250 places, 120 unchanged</summary>") :]
     items = [line for line in lines.splitlines() if line.startswith("- ")]
     assert [item.partition(":")[0] for item in items[:2]] == ["- bn+relu, 167 places", "- bn+add+relu, 83 places"]
     assert items[0].count(".norm") == 20
     assert items[0].endswith(" and 147 more in trials.json")
-    assert "- left as before, no measurement on file, 20 places: stages.0.blocks.5.conv, " in text
-    assert "stages.0.blocks.24.conv\n- left as before, left to &lt;Inductor&gt; &amp; " in text
+    assert "- unchanged, no measurement on file, 20 places: stages.0.blocks.5.conv, " in text
+    assert "stages.0.blocks.24.conv\n- unchanged, left to &lt;Inductor&gt; &amp; " in text
     assert "stages.0.blocks.25.conv (64), stages.0.blocks.26.conv (128), " in text
     assert len(items) == 6
     assert items == [line for line in proof_markdown(log).splitlines() if line.startswith("- ")]

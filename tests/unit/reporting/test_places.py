@@ -35,9 +35,7 @@ def test_told_of_are_kept_changes_that_name_what_they_did_or_left_something():
     assert not places.told(replace(log, verdicts=(replace(fused, matched=("ResNet",), unmatched=()),)))
 
 
-@pytest.mark.parametrize(
-    ("matched", "unmatched", "text"), [(1, 0, "1 place"), (1250, 1, "1,250 places, 1 left as before")]
-)
+@pytest.mark.parametrize(("matched", "unmatched", "text"), [(1, 0, "1 place"), (1250, 1, "1,250 places, 1 unchanged")])
 def test_a_headline_counts(matched, unmatched, text):
     (verdict,) = places.told(samples.many_places(matched, unmatched))
     assert places.headline(verdict) == f"fused batch norm, add and ReLU: {text}"

@@ -120,7 +120,7 @@ def test_trials_show_predicted_beside_measured_and_the_stack():
         "3.10× (3.05 to 3.14)",
         "116.6 ms plain, 37.58 ms with the plan",
         "2,196 → 6,809",
-        "takes 1.90 s once, paid back after 181 steps",
+        "takes 1.90 s longer, paid back after 181 steps",
         "without it the plan is 25–27 % of the step slower",
     ):
         assert part in text
@@ -255,7 +255,7 @@ def test_places_of_what_is_kept_are_counted_with_reasons_most_frequent_first():
     note, *lines = _where(terminal_trials.trials_text(samples.many_places(), 160))
     assert note == "by path in report.html or --format json"
     assert lines == [
-        "  fused batch norm, add and ReLU: 250 places, 120 left as before",
+        "  fused batch norm, add and ReLU: 250 places, 120 unchanged",
         "       60  the norm behind it has no use for it, at stages.1.blocks.20.conv, stages.1.blocks.21.conv, …",
         "       35  64–256 channels in, 32 out: cuDNN is faster, at stages.0.blocks.25.conv, stages.0.blocks.26.conv, …",
         "       20  no measurement on file, at stages.0.blocks.5.conv, stages.0.blocks.6.conv, …",
@@ -282,7 +282,7 @@ def test_without_places_nothing_is_said_of_them():
     reverted = [replace(v, status="reverted") for v in samples.many_places().verdicts]
     text = " ".join(terminal_trials.trials_text(replace(log, verdicts=tuple(reverted)), 80).split())
     assert "Where kept changes" not in text
-    assert "120 places left as before" in text
+    assert "120 places unchanged" in text
 
 
 def test_a_proof_has_no_page_to_look_places_up_in():

@@ -76,7 +76,7 @@ def starved(profile, frac=0.7):
 def test_a_large_slice_that_no_card_explains_is_said_on_a_cpu_and_without_a_trace_too():
     none = Findings(run="", findings=(), cards=(), recommendations=())
     laptop = starved(samples.cpu_run())
-    assert "Of the step no finding explains: 70 % waiting for data." in wording.headline(laptop, none, None)
+    assert "Not explained by any finding: 70 % waiting for data." in wording.headline(laptop, none, None)
     untraced = starved(replace(samples.resnet50(), kernels=(), idle=(), busy_us=0.0, limit_us=0.0), 0.97)
     assert "97 % waiting for data" in wording.headline(untraced, none, None)
     assert "explains" not in wording.headline(starved(samples.cpu_run(), 0.2), none, None)
@@ -98,7 +98,7 @@ def test_what_a_card_is_about_is_not_said_to_be_unexplained():
     found = Findings(run="", findings=(fired,), cards=cards([fired]), recommendations=())
     text = wording.headline(starved(samples.cpu_run()), found, None)
     assert "explains" not in text
-    assert text.endswith("Most to gain: the loader is slow (up to 70 % of the step).")
+    assert text.endswith("Largest gain: the loader is slow (up to 70 % of the step).")
     quiet = replace(fired, outcome=Outcome.QUIET)
     said = wording.headline(starved(samples.cpu_run()), replace(found, findings=(quiet,), cards=()), None)
     assert "70 % waiting for data" in said, "a quiet rule explains nothing"
@@ -114,7 +114,7 @@ def test_the_first_card_leads_the_headline_also_where_its_cost_is_not_known():
     hint = replace(leak, rule="hint", title="The batch is odd", severity="low")
     some = replace(leak, rule="some", title="Kernels are slow", severity="low", gain=Interval(low=0.0, high=0.2))
     for told, end in (
-        ((leak, some, hint), "First to mend: memory grows."),
+        ((leak, some, hint), "Start with: memory grows."),
         ((some, hint), "kernels are slow (up to 20 % of the step)."),
     ):
         found = Findings(run="", findings=told, cards=cards(told), recommendations=())
@@ -122,7 +122,7 @@ def test_the_first_card_leads_the_headline_also_where_its_cost_is_not_known():
 
 
 @pytest.mark.parametrize(
-    ("passed", "start"), [(True, "Proved: 3.10×"), (None, "3 of 9 changes kept; the whole was not proved")]
+    ("passed", "start"), [(True, "Proved: 3.10×"), (None, "3 of 9 changes kept; the plan was not proved")]
 )
 def test_headline_of_trials_claims_only_what_was_proved(passed, start):
     log = samples.trials()
@@ -137,9 +137,7 @@ def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_ow
     stack = replace(log.stack, passed=None, detail="not faster beyond noise in fresh runs (1.02×, 0.98 to 1.06)")
     log = replace(log, verdicts=left_open, stack=stack)
     told = wording.trials_headline(log)
-    assert told.startswith(
-        "Not confirmed in fresh processes: 3 changes faster in the running loop. Fresh processes: not faster"
-    )
+    assert told.startswith("Not confirmed in fresh runs: 3 changes faster in the running loop. Fresh runs: not faster")
     assert not wording.usable(log)
     command = "advisor apply --plan p.yaml train_imagenet.py --arch resnet50 --batch-size 256"
     assert wording.next_of_trials(log, "advisor", "p.yaml") == command
@@ -154,7 +152,7 @@ def test_what_is_proved_is_told_before_what_is_not():
     log = replace(log, verdicts=(replace(first, status="unconfirmed"), *others))
     told = wording.trials_headline(log)
     assert told.startswith("Proved: 3.10×")
-    assert "1 more faster in the running loop and not confirmed end to end" in told
+    assert "1 more faster in the running loop but not confirmed in fresh runs" in told
     assert wording.next_of_trials(log, "advisor").startswith("advisor run train_imagenet.py")
 
 
@@ -169,11 +167,11 @@ def test_the_headline_tells_a_no_from_a_rejection():
     second = replace(no, transform="tf32")
     assert told(no) == "Nothing was tried: you declined it. The plain script stays as it is."
     assert told(no, second, passed_over).startswith("Nothing was tried: you declined 2 changes.")
-    assert told(passed_over).startswith("Nothing was tried: each change was passed over for a reason.")
+    assert told(passed_over).startswith("Nothing was tried: each change was skipped, with a reason.")
     assert told(no, rejected).startswith(
-        "Nothing is kept: what was tried was rejected for a reason, and you declined 1"
+        "Nothing is kept: each tried change was rejected, with a reason, and you declined 1"
     )
-    assert told(rejected, passed_over).startswith("Nothing helps here: every change that was tried")
+    assert told(rejected, passed_over).startswith("Nothing helps here: each tried change")
     assert ", 1 declined by you" in wording.trials_headline(
         replace(samples.trials(), verdicts=(*samples.trials().verdicts, second))
     )
@@ -247,7 +245,7 @@ def test_bursts_of_batches_show_in_what_a_step_takes():
     assert "bursts" not in wording.step_sentence(steady)
     spread = Spread(median=10_000.0, p10=10_000.0, p90=40_000.0, n=4, raw=(40_000.0, 10_000.0, 10_000.0, 10_000.0))
     bursts = replace(steady, step_us=spread, input=replace(steady.input, burst_us=7_500.0))
-    assert wording.step_sentence(bursts).endswith("n = 4, mean 17.50 ms, as batches come in bursts")
+    assert wording.step_sentence(bursts).endswith("n = 4, mean 17.50 ms (batches come in bursts)")
     rate, plain = breakdown.samples_per_s(bursts), breakdown.samples_per_s(replace(bursts, input=steady.input))
     assert rate == pytest.approx(plain * 10 / 17.5)
 
@@ -260,7 +258,7 @@ def test_notes_are_sentences_and_names_stay_as_they_are():
 
 def test_a_round_names_what_is_kept_as_people_call_it():
     log = replace(samples.trials(), rounds=(Round(number=2, step_us=5e4, kept=("amp_bf16", "tf32")),))
-    assert wording.round_headline(log, 2).endswith("a step with bf16 autocast, tf32")
+    assert wording.round_headline(log, 2).endswith("profiled again with bf16 autocast, tf32: 50.00 ms a step")
 
 
 def test_what_is_predicted_to_save_nothing_says_so():
@@ -283,12 +281,12 @@ def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time
 @pytest.mark.parametrize(
     ("step_us", "next_us", "busy_us", "told"),
     [
-        (160e3, 114e3, 68e3, "68.00 ms with each batch there in time: 57 % of a step waits for the loader"),
+        (160e3, 114e3, 68e3, "68.00 ms if every batch were ready: the step waits 57 % of its time for the loader"),
         (
             160e3,
             60e3,
             68e3,
-            "100.0 ms with each batch there in time: 38 % of a step waits for the loader",
+            "100.0 ms if every batch were ready: the step waits 38 % of its time for the loader",
         ),  # the host's part stays
         (160e3, 10e3, 68e3, ""),  # below a tenth
         (160e3, 114e3, 0.0, ""),  # nobody saw the device
@@ -309,7 +307,7 @@ def test_the_step_with_its_data_ready_is_an_interval_of_what_was_late_and_how_ex
         input=InputStats(next_us=80e3, late_us=70e3, next_error_us=4e3),
     )  # fmt: skip
     assert base.fed_within_us == (76e3, 94e3)
-    assert wording.fed(base).startswith("76.00 to 94.00 ms with each batch there in time")
+    assert wording.fed(base).startswith("76.00 to 94.00 ms if every batch were ready")
     # No less than the device is busy, no more than the step is now.
     assert replace(base, busy_us=78e3).fed_within_us == (78e3, 94e3)
     assert replace(base, input=replace(base.input, late_us=0.0)).fed_within_us == (76e3, 160e3)

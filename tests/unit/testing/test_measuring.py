@@ -165,7 +165,7 @@ def test_a_fault_of_advisors_own_is_an_error_and_leaves_nothing_behind(
         raise RuntimeError("planted")
 
     monkeypatch.setattr(driver.ProfileDriver, "on_step", broken)
-    with pytest.raises(AdvisorError, match="fault of advisor's own: RuntimeError: planted"):
+    with pytest.raises(AdvisorError, match="fault in advisor ended the measurement: RuntimeError: planted"):
         measure(convolution_step(), **SHORT)
     monkeypatch.undo()
     monkeypatch.setattr(discover.Discovery, "hook_loaders", broken)

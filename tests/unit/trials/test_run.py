@@ -92,7 +92,7 @@ def test_what_changed_is_named_and_its_items_fall_back(machine, tmp_path):
 def test_a_plan_that_was_never_applied_is_told(machine, tmp_path, strict, monkeypatch):
     ended, _, said = run_plan(*machine, tmp_path, code=3, events=(), strict=strict)
     assert ended == 3
-    assert [text for text in said if "no training step was seen" in text] == said != []
+    assert [text for text in said if "too few training steps were seen" in text] == said != []
     off = Exit(code=3, fault="KeyError: 1")
     for events, which in ((), "which has trained without the plan"), (("applied",), "after the plan was on"):
         ended, _, said = run_plan(*machine, tmp_path, ended=off, events=events)
@@ -111,4 +111,4 @@ def test_folds_that_train_in_processes_of_their_own_are_told(tmp_path):
     said = []
     command = ScriptCommand.parse((str(script),))
     assert run.run_plan(command, tmp_path / "plan.yaml", plan, run_dir=tmp_path, say=said.append) == 0
-    assert sum("no training step was seen" in text for text in said) == 1
+    assert sum("too few training steps were seen" in text for text in said) == 1

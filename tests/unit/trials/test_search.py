@@ -441,9 +441,9 @@ def test_pairs_of_a_trial_that_time_cuts_off_are_not_lost(script, clock):
     script.verdicts = {"tf32": half_way, "compile": "kept"}
     log, _, code, verdicts = apply(script, "tf32", "compile")
     assert verdicts["tf32"].status == "reverted"
-    assert verdicts["tf32"].reason.startswith("no time is left but the 150 s kept for the final check: slower")
+    assert verdicts["tf32"].reason.startswith("out of time: the remaining 150 s are for the final comparison: slower")
     assert verdicts["tf32"].gain.high < -0.3
-    assert verdicts["compile"].reason == "no time is left but the 150 s kept for the final check"
+    assert verdicts["compile"].reason == "out of time: the remaining 150 s are for the final comparison"
     assert code == 4
     assert not log.complete
 
@@ -648,7 +648,7 @@ def test_a_fault_of_our_own_whatever_is_on_trial_ends_the_search(script):
     log, _, code, verdicts = apply(script, "tf32", "compile", "channels_last")
     assert code == 3
     assert [v.status for v in verdicts.values()] == ["failed", "failed", "skipped"]
-    assert wording.trials_headline(log).startswith("The search was ended by a fault of advisor's own, not the script's")
+    assert wording.trials_headline(log).startswith("A fault in advisor ended the search; the script is not to blame")
 
 
 @pytest.mark.parametrize(
@@ -658,7 +658,7 @@ def test_a_fault_of_our_own_whatever_is_on_trial_ends_the_search(script):
         (Exit(code=0, stopped_by_advisor=True, reached=Stage.TORCH, fault="KeyError: 1"), "KeyError: 1"),
         (Exit(code=143, reached=Stage.TORCH, gave_up="no training step within 21 seconds"), "21 seconds"),
         (Exit(code=0, reached=Stage.TORCH), "came to its end"),
-        (Exit(code=0, reached=Stage.NOTHING), "no Python that advisor can enter"),
+        (Exit(code=0, reached=Stage.NOTHING), "advisor found no Python process to enter"),
     ],
 )
 def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, ended, reason):
@@ -694,7 +694,7 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
     assert not any("script failed" in told for told in (*log.notes, *(v.reason for v in log.verdicts)))
     shown = terminal_trials.trials_text(log).splitlines()
     assert [line for line in shown if line.strip()][1:3] != []
-    assert "fault of advisor's own" in " ".join(shown[:4])
+    assert "fault in advisor" in " ".join(shown[:4])
 
 
 def test_a_fault_in_the_plain_script_of_the_comparison_ends_it(script):
@@ -710,7 +710,7 @@ def test_a_process_whose_time_was_up_before_a_trial_began_is_not_the_scripts_fau
     script.verdicts = {"tf32": lambda session: records.clear_current(script.run_dir) or Exit(code=143, timed_out=True)}
     log, _, code, verdicts = apply(script, "tf32")
     assert (code, verdicts["tf32"].status) == (4, "skipped")
-    assert "kept for the final check" in verdicts["tf32"].reason
+    assert "for the final comparison" in verdicts["tf32"].reason
     assert not any("script" in note and "failed" in note for note in log.notes)
 
 
@@ -777,7 +777,7 @@ def test_what_the_loop_kept_and_fresh_runs_leave_open_is_unconfirmed(script, mon
     script.measure = measure
     log, plan, code, verdicts = apply(script, "tf32", "compile")
     assert {v.status for v in verdicts.values()} == {item.status for item in plan.items} == {"unconfirmed"}
-    assert all(v.reason.startswith("not confirmed end to end: ") for v in verdicts.values())
+    assert all(v.reason.startswith("not confirmed in fresh runs: ") for v in verdicts.values())
     assert (code, log.stack.passed, plan.speedup) == (4, None, "")
     assert [item.transform for item in prove.wanted(plan).items if item.status in prove.TO_PROVE] == ["tf32", "compile"]
 
@@ -1034,7 +1034,9 @@ def test_what_time_is_kept_for_is_said_before_it_is_missed(script):
     search.apply_search(
         COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=said.append, launch=script, max_time_s=200.0
     )
-    assert said[0].startswith("searching for 200 s at most, of which 50 s are kept for the final check; Ctrl-C ends it")
+    assert said[0].startswith(
+        "searching for at most 200 s, 50 s of them for the final comparison. Ctrl-C ends the search"
+    )
 
 
 def test_out_of_time(script):
@@ -1046,11 +1048,11 @@ def test_out_of_time(script):
 
     script.verdicts = {"tf32": slow}
     log, _, code, verdicts = apply(script, "tf32", "compile", max_time_s=25.0)
-    assert {v.reason for v in verdicts.values()} == {"no time is left but the 20 s kept for the final check"}
+    assert {v.reason for v in verdicts.values()} == {"out of time: the remaining 20 s are for the final comparison"}
     assert code == 4
     assert not log.complete
     (note,) = log.notes
-    assert note.startswith("no trial came to an end: of 25 s the first profile took 0")
+    assert note.startswith("no trial finished: the first profile took 0 of 25 s")
     assert note.endswith("try --max-time 60s")
 
 
@@ -1337,7 +1339,7 @@ def test_pairs_are_not_lost_when_the_process_that_would_go_on_finds_no_time_left
     script.verdicts = {"tf32": half_way}
     log, _, _, verdicts = apply(script, "tf32")
     assert verdicts["tf32"].status == status
-    assert verdicts["tf32"].reason.startswith("no time is left but the 150 s kept for the final check: ")
+    assert verdicts["tf32"].reason.startswith("out of time: the remaining 150 s are for the final comparison: ")
     assert verdicts["tf32"].gain is not None
     assert not log.complete
 

@@ -539,7 +539,7 @@ def test_more_than_there_is_room_for_is_told_and_the_program_runs(work):
     code = 'sys.modules["advisor.userfiles.events"]._PROGRAM_BYTES = 2048; import subprocess; subprocess.run(["rm", "big.bin", "notes.txt"])'
     run_dir, result = run(work, code)
     assert "big.bin" in result.stderr
-    assert "for want of room" in result.stderr
+    assert "not enough room" in result.stderr
     restore.restore(run_dir)
     assert not (work / "big.bin").exists()
 
@@ -923,8 +923,8 @@ def test_one_line_says_what_was_put_back(work, monkeypatch):
     )
     restore.restore(run_dir)
     assert restore.told(run_dir) == (
-        "put back as it was: log.csv, notes.txt; taken away again: out/0.pt, out/1.pt, out/2.pt, out/3.pt and 2 more; "
-        f"what the script wrote is in {run_dir}/files/diverted; left, as not empty: made, made/below"
+        "put back as it was: log.csv, notes.txt; removed again: out/0.pt, out/1.pt, out/2.pt, out/3.pt and 2 more; "
+        f"what the script wrote is in {run_dir}/files/diverted; left because it is not empty: made, made/below"
     )
     assert "diverted" not in restore.told(run_dir, moved=False)
     empty, _ = run(work, "")
