@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from test_told import NOT
 
 REPO = Path(__file__).resolve().parents[2]
 DOCS = REPO / "docs"
@@ -63,12 +64,9 @@ def test_terms_of_the_glossary_are_in_the_code() -> None:
             assert re.search(rf"^class {name}\b", (REPO / file).read_text(encoding="utf-8"), re.MULTILINE), term
 
 
-# Words of the code, of older pages, or of nobody: the glossary has another one.
-OTHER_WORDS = {
-    r"\bthe stack\b": "the whole",
+WRITTEN = {
     r"\bcandidates?\b": "change",
     r"\bbut for\b": "except",
-    r"\bforetold\b": "predicted",
     r"\b(?:is|are|was|were) told\b": "shown, named, counted",
 }
 FOR_USERS = [
@@ -81,5 +79,5 @@ FOR_USERS = [
 @pytest.mark.parametrize("page", FOR_USERS, ids=[str(p.relative_to(REPO)) for p in FOR_USERS])
 def test_one_word_for_one_thing(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
-    found = [f"{match[0]!r}: {better}" for word, better in OTHER_WORDS.items() for match in re.finditer(word, text)]
+    found = [f"{match[0]!r}: {better}" for word, better in (NOT | WRITTEN).items() for match in re.finditer(word, text)]
     assert found == []
