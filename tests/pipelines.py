@@ -91,7 +91,7 @@ def package(name: str) -> ModuleType:
     def without_its_own(op: object, *rest: object, **more: object) -> object:
         if isinstance(op, str) and op.startswith("torchvision::"):
             return lambda function: function
-        return plain(op, *rest, **more)  # type: ignore[arg-type]
+        return plain(op, *rest, **more)
 
     try:
         with mock.patch.object(torch.library, "register_fake", without_its_own), warnings.catch_warnings():

@@ -46,9 +46,9 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(f"{name}_frac", NO_ROWS)
         return
     for phase in phases:
-        table.set(f"{phase}_frac", view.share(lambda row, phase=phase: row.phase == phase))  # type: ignore[misc]
+        table.set(f"{phase}_frac", view.share(lambda row, phase=phase: row.phase == phase))  # type: ignore[misc]  # mypy takes a default as an argument
     for kind in _KINDS:
-        table.set(f"{kind}_frac", view.share(lambda row, kind=kind: row.kind == kind))  # type: ignore[misc]
+        table.set(f"{kind}_frac", view.share(lambda row, kind=kind: row.kind == kind))  # type: ignore[misc]  # mypy takes a default as an argument
     for name, wanted in _BY_ROW.items():
         table.set(f"{name}_frac", view.share(wanted))
 

@@ -111,7 +111,7 @@ def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
         AdvisorError: when no kernel ran.
     """
     torch._dynamo.reset()
-    plain = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
+    plain = model.to(device).to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]  # an overload that torch has left out
     ours = copy.deepcopy(plain)
     place(ours, name)
     images = torch.randn(BATCH, 3, SIZE, SIZE, device=device).to(memory_format=torch.channels_last)
@@ -120,7 +120,7 @@ def measure(name: str, model: torch.nn.Module, *, device: str) -> HostRow:
     def step(model: torch.nn.Module) -> None:
         with torch.autocast(torch.device(device).type, torch.bfloat16):
             loss = torch.nn.functional.cross_entropy(model(images), targets)
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     step(ours)  # which captures it
     dispatch.clear()

@@ -191,7 +191,7 @@ def _rows(sweep: str, value: int, shape: Shape, dtype: str, layout: str) -> Iter
             tf32=tf32,
             faster=None,
             faster_ms=None,
-            cudnn=int(torch.backends.cudnn.version() or 0),  # type: ignore[no-untyped-call]
+            cudnn=int(torch.backends.cudnn.version() or 0),
             torch=torch.__version__,
             date=datetime.date.today().isoformat(),
         )
@@ -227,7 +227,7 @@ def _ms(call: Callable[[], object]) -> float:
         call()
     found = []
     for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         call()
         end.record()

@@ -81,7 +81,7 @@ class Row(Generic[Inputs]):
         begin.record()
         for _ in range(self.calls):
             self.call()
-        hidden = not begin.query()  # type: ignore[no-untyped-call]
+        hidden = not begin.query()
         end.record()
         host_ms = (time.perf_counter() - started) * 1e3
         end.synchronize()
@@ -191,4 +191,4 @@ def matrix_tflops(dtype: torch.dtype) -> float:
 
 
 def _event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    return torch.cuda.Event(enable_timing=True)

@@ -120,7 +120,7 @@ def gather(*, measure: bool = False) -> Facts:
         cache=cache,
         cache_error=cache_error,
         compiled_error=bytecode.hindrance(),
-        **found,  # type: ignore[arg-type]
+        **found,  # type: ignore[arg-type]  # each field has a type of its own
     )
 
 

@@ -99,7 +99,7 @@ class Watcher:
         self._search.restore_all()
         self.kind, self.anchor, self._count = "period", anchor, 0
         self.calls = self.calls[-anchor.period :]
-        Surface(self.module, self._anchor_seen, self._anchored).patch([str(anchor.key[0]).partition(":")[0]])  # type: ignore[index]
+        Surface(self.module, self._anchor_seen, self._anchored).patch([str(anchor.key[0]).partition(":")[0]])  # type: ignore[index]  # settled: the anchor's key is a pair
 
     def _anchor_seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         anchor = self.anchor
@@ -113,7 +113,7 @@ class Watcher:
     def _boundary(self) -> None:
         if stop.requested():
             stop.insist()
-        event = StepEvent(index=self.steps, host_ns=time.perf_counter_ns(), event=record(self.module), clean=True)  # type: ignore[arg-type]
+        event = StepEvent(index=self.steps, host_ns=time.perf_counter_ns(), event=record(self.module), clean=True)  # type: ignore[arg-type]  # CuPy's event has what is asked of torch's
         self.steps += 1
         try:
             for listener in tuple(self.on_step):

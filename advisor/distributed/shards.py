@@ -120,7 +120,7 @@ class Loaders:
         if size is not None and size < self.ranks:
             refuse(f"a batch of {size} has no share for each of {self.ranks} ranks", user_line())
         try:
-            left = len(loader.sampler) % (size or 1)  # type: ignore[arg-type]
+            left = len(loader.sampler) % (size or 1)  # type: ignore[arg-type]  # a TypeError is the answer
         except TypeError:
             return
         if size is not None and 0 < left < self.ranks and not drops:
@@ -203,8 +203,8 @@ class Batches:
         self._drawn: deque[tuple[int, int, int | None]] = deque()
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.checksum, drawn = self._data, deque()  # type: ignore[var-annotated]
-        self._drawn = drawn
+        self.checksum = self._data
+        drawn = self._drawn = deque()
         for number, batch in enumerate(self.plain):
             indices = list(batch)
             mine = self._order(indices)

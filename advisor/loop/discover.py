@@ -599,7 +599,7 @@ class Discovery:
                     held = into[position]
                     into[position] = grad.detach().clone() if held is None else held + grad.detach()
 
-                tensor.register_hook(keep)  # type: ignore[no-untyped-call]
+                tensor.register_hook(keep)
 
     # -- loaders ----------------------------------------------------------------------------------------------------
 

@@ -109,5 +109,5 @@ def _hinting(owner: Any, name: str, begin: Callable[[], None]) -> Any:
 def _asked_by_script() -> bool:
     frame = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__") in _BETWEEN:
-        frame = frame.f_back  # type: ignore[assignment]
+        frame = frame.f_back  # type: ignore[assignment]  # ends with None
     return frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] not in ("torch", "advisor")

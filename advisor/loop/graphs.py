@@ -9,6 +9,6 @@ from advisor.loop import heap
 
 def alive() -> bool:
     """True while any captured graph exists. Looks through all objects: tens of milliseconds, so not for a timed step."""
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_initialized():
         return False
     return bool(heap.living(heap.classes(torch.cuda.CUDAGraph)))

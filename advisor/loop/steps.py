@@ -733,12 +733,13 @@ def _append_new(found: list[Any], value: Any) -> None:
 def _device_of(optimizer: torch.optim.Optimizer) -> torch.device:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            return parameter.device  # type: ignore[no-any-return]
+            device: torch.device = parameter.device
+            return device
     return torch.device("cpu")
 
 
 def _capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()  # type: ignore[no-untyped-call]
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def _smaller_batch(signature: tuple[tuple[int, ...], ...], usual: tuple[tuple[int, ...], ...]) -> bool:

@@ -65,7 +65,7 @@ def stop(session: Session, reason: str) -> None:
         tell(session, "stopped", reason=reason, pid=os.getpid())
         _hurry_workers()
         with suppress(OSError):
-            sys._advisor_leaving = _Leaving(session)  # type: ignore[attr-defined]
+            sys._advisor_leaving = _Leaving(session)  # type: ignore[attr-defined]  # ours, kept where nothing else is torn down sooner
     _Request.reason = reason or "done"
     insist()
 
@@ -74,7 +74,7 @@ def _hurry_workers() -> None:
     """Data loaders wait for each of their workers no longer than `WORKER_S`: what these still load is for nobody."""
     loader = sys.modules.get("torch.utils.data._utils")
     if loader is not None:
-        loader.MP_STATUS_CHECK_INTERVAL = WORKER_S  # type: ignore[attr-defined]
+        loader.MP_STATUS_CHECK_INTERVAL = WORKER_S  # type: ignore[attr-defined]  # a constant of torch's that its types leave out
 
 
 def requested() -> bool:

@@ -87,7 +87,7 @@ def clocks(device: torch.device) -> tuple[torch.cuda.Event | None, int]:
     if device.type == "cuda":
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(device))
     return event, time.perf_counter_ns()
 

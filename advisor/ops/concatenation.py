@@ -24,7 +24,7 @@ def cat(tensors: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         turned = [t for t in tensors if t.dim() == 4 and not t.is_contiguous(memory_format=torch.channels_last)]
         if turned and 2 * sum(t.numel() for t in turned) <= sum(t.numel() for t in tensors):
             tensors = [t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t for t in tensors]
-    return torch.cat(tensors, dim)  # type: ignore[arg-type]
+    return torch.cat(tensors, dim)  # type: ignore[arg-type]  # as torch.fx hands them over
 
 
 def _nhwc(tensor: torch.Tensor) -> bool:

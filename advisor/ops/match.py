@@ -336,7 +336,7 @@ def permutes(node: Any, order: tuple[int, ...]) -> bool:
         return False
     given = node.args[1] if len(node.args) == 2 and isinstance(node.args[1], (tuple, list)) else node.args[1:]
     permuted = value(node)
-    return permuted is not None and tuple(int(d) % permuted.dim() for d in given) == order  # type: ignore[arg-type]
+    return permuted is not None and tuple(int(d) % permuted.dim() for d in given) == order  # type: ignore[arg-type]  # numbers, in a captured graph
 
 
 def changed_in_place(node: fx.Node) -> bool:

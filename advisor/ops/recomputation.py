@@ -51,7 +51,7 @@ def as_written(graph_module: fx.GraphModule) -> None:
 def _writes(user: fx.Node, tensor: fx.Node) -> bool:
     if user.target is _checkpoint:
         _, written, *inputs = user.args
-        return any(inputs[i] is tensor for i in written)  # type: ignore[union-attr, index]
+        return any(inputs[i] is tensor for i in written)  # type: ignore[union-attr, index]  # a body has outputs and inputs
     return match.changes_in_place(user, tensor)
 
 

@@ -226,7 +226,7 @@ def _mark(event: Any) -> Mark:
 def _kind(event: Any) -> str:
     if not event.implicit[0]:
         return "text"
-    tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))  # type: ignore[no-untyped-call]
+    tag = _RESOLVER.resolve(yaml.ScalarNode, event.value, (True, False))
     return _TAG_KINDS.get(tag, "text")
 
 

@@ -106,7 +106,7 @@ def _recorded(
     finally:
         annotator.stop()
         with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
-            autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+            autograd_profiler._run_on_profiler_stop()
         results = _disable_profiler()
     return results, _Level(first, end, peak) if gpu is not None else None
 

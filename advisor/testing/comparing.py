@@ -61,7 +61,7 @@ class DeviceStopwatch:
         for index in range(count + 1):
             if index:
                 step()
-            event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event(enable_timing=True)
             event.record(stream)
             events.append(event)
         events[-1].synchronize()

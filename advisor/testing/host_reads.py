@@ -91,9 +91,9 @@ class _Called(TorchFunctionMode):
                 self._reads.inside = False
 
 
-class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Dispatched(TorchDispatchMode):
     def __init__(self, reads: _Reads) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without types
         self._reads = reads
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

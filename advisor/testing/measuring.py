@@ -194,7 +194,7 @@ def training_step(
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
-        loss(model(inputs), *targets).backward()  # type: ignore[no-untyped-call]
+        loss(model(inputs), *targets).backward()
         if optimizer is not None:
             optimizer.step()
 
@@ -271,7 +271,7 @@ def _observed() -> bool:
 
 def _requests() -> list[int]:
     """Allocator requests so far on each GPU; none where CUDA is not in use."""
-    if not torch.cuda.is_available() or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if not torch.cuda.is_available() or not torch.cuda.is_initialized():
         return []
     return [
         int(torch.cuda.memory_stats(index).get("allocation.all.allocated", 0))

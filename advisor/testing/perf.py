@@ -136,7 +136,7 @@ class Perf:
 
         from advisor.testing.comparing import Comparison
 
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
         found = Comparison(
             a,
             b,

@@ -169,11 +169,11 @@ def _copied(obj: Any, tags: dict[int, str]) -> Any:
     before = [vars(kind)["__deepcopy__"] for kind in kinds]
     try:
         for kind in kinds:
-            kind.__deepcopy__ = twin  # type: ignore[method-assign]
+            kind.__deepcopy__ = twin  # type: ignore[method-assign]  # replaced for one copy
         return copy.deepcopy(obj)
     finally:
         for kind, own in zip(kinds, before, strict=True):
-            kind.__deepcopy__ = own  # type: ignore[method-assign]
+            kind.__deepcopy__ = own  # type: ignore[method-assign]  # put back
 
 
 def _on_host(tensor: torch.Tensor, *, tags: dict[int, str], seen: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -47,7 +47,7 @@ class Undo:
         while self.steps:
             step = self.steps.pop()
             try:
-                step()  # type: ignore[operator]
+                step()  # type: ignore[operator]  # callables, by `push`
             except BaseException as error:
                 first = first or error
         if first is not None:

@@ -23,7 +23,7 @@ _UNDER_WAY = 1
 _WEIGHT, _MASK = 2, 10  # arguments of convolution_backward
 
 
-class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WeightGradientsBeside(TorchDispatchMode):
     """Inside, convolutions' weight gradients, and what is made of them, are launched on a stream of their own.
 
     At the end the current stream waits for it. Enter it around a backward while the current stream is captured into a CUDA graph:
@@ -35,10 +35,10 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, device: torch.device) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without types
         self.moved = 0
         self._device = device
-        self._side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._side: Any = torch.cuda.Stream(device)
         self._made: set[int] = set()  # memory allocated on the second stream, which is given to nothing of the first
         self._running: deque[tuple[Any, list[torch.Tensor]]] = deque()  # the event behind a launch, and what it touches
 
@@ -94,7 +94,7 @@ class WeightGradientsBeside(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]
+        super().__exit__(kind, error, where)  # type: ignore[no-untyped-call]  # torch's own, without types
         self._join()
 
 

@@ -24,9 +24,9 @@ class Bundle(Transform):
     def __init__(self, identifier: str, members: Sequence[Transform]) -> None:
         self.members = tuple(members)
         self.blamed = ""
-        self.id = identifier  # type: ignore[misc]
-        self.traced = any(m.traced for m in members)  # type: ignore[misc]
-        self.guides = any(m.guides for m in members)  # type: ignore[misc]
+        self.id = identifier  # type: ignore[misc]  # a class's constant elsewhere
+        self.traced = any(m.traced for m in members)  # type: ignore[misc]  # as `id`
+        self.guides = any(m.guides for m in members)  # type: ignore[misc]  # as `id`
 
     @property
     def title(self) -> str:

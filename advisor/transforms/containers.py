@@ -93,4 +93,4 @@ class Containers:
             return above.func.id in ("sum", "len") and self._resolve(above.func) is None
         numpy: Any = sys.modules.get("numpy")
         found = isinstance(above.func, ast.Attribute) and above.func.attr in _SUMS
-        return found and numpy is not None and self._resolve(above.func.value) is numpy  # type: ignore[attr-defined]
+        return found and numpy is not None and self._resolve(above.func.value) is numpy  # type: ignore[attr-defined]  # `found` says that it is an attribute

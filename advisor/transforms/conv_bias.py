@@ -130,12 +130,12 @@ class _Pair:
 
         def forward(x: torch.Tensor) -> torch.Tensor:
             if not self.active():
-                return inner(x)  # type: ignore[no-any-return]
+                return inner(x)  # type: ignore[no-any-return]  # torch has no type for it
             if not torch.compiler.is_compiling():
                 _calls[conv] = _calls.get(conv, 0) + 1
                 if torch.is_grad_enabled():
                     self.give_gradient()
-            return conv._conv_forward(x, conv.weight, None)  # type: ignore[no-any-return]
+            return conv._conv_forward(x, conv.weight, None)  # type: ignore[no-any-return]  # torch has no type for it
 
         return forward
 
@@ -298,7 +298,7 @@ def _watch_outputs(root: RootModule, convs: list[torch.nn.Module]) -> dict[torch
     def leaves(module: torch.nn.Module, args: Any, output: Any) -> None:
         inside.pop()
 
-    class Consumers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    class Consumers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             for tensor in tensors_in((args, kwargs or {})):
                 use = find(tensor)
@@ -312,7 +312,7 @@ def _watch_outputs(root: RootModule, convs: list[torch.nn.Module]) -> dict[torch
             handles.append(module.register_forward_pre_hook(enters))
             handles.append(module.register_forward_hook(leaves, always_call=True))
     try:
-        with Consumers(), replaying(root) as output:  # type: ignore[no-untyped-call]
+        with Consumers(), replaying(root) as output:  # type: ignore[no-untyped-call]  # torch's own, without types
             gc.collect()
             for use in uses.values():
                 use.kept = use.output is not None and use.output() is not None

@@ -30,7 +30,7 @@ class CudnnBenchmark(Transform):
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         cudnn = torch.backends.cudnn
-        if training.device.type != "cuda" or cudnn.version() is None or not cudnn.enabled:  # type: ignore[no-untyped-call]
+        if training.device.type != "cuda" or cudnn.version() is None or not cudnn.enabled:
             return Match(applies=False, reason="the step does not run on cuDNN")
         if not training.fixed_shapes:
             return Match(applies=False, reason="input shapes change, and each new shape would be timed again")

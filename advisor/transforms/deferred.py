@@ -56,7 +56,7 @@ class _Place:
         if self.there.data_ptr() != self.here.data_ptr():
             raise RuntimeError("this device has no view of the host's memory")
         self.stream = torch.cuda.current_stream(device)
-        self.arrived: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.arrived: Any = torch.cuda.Event()
 
 
 # Places that hold no number now, by dtype, device and stream: what one stream writes comes in the order in which it was asked for.
@@ -222,13 +222,13 @@ class Deferred:
         return round(self._compute(), digits) if digits is not None else round(self._compute())
 
     def __trunc__(self) -> int:
-        return self._compute().__trunc__()  # type: ignore[no-any-return]
+        return self._compute().__trunc__()  # type: ignore[no-any-return]  # any kind of number
 
     def __floor__(self) -> int:
-        return math.floor(self._compute())  # type: ignore[no-any-return]
+        return math.floor(self._compute())  # type: ignore[no-any-return]  # any kind of number
 
     def __ceil__(self) -> int:
-        return math.ceil(self._compute())  # type: ignore[no-any-return]
+        return math.ceil(self._compute())  # type: ignore[no-any-return]  # any kind of number
 
     def __divmod__(self, other: Any) -> Any:
         return divmod(self._compute(), plain(other))

@@ -55,7 +55,7 @@ class InstalledForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not by `is_exporting()`: before torch 2.12 Dynamo takes that for true in whatever it traces, and layers inside a capture were lost.
-        if torch.compiler._is_exporting_flag or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+        if torch.compiler._is_exporting_flag or torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # torch's own, private or without types
             return self.original(*args, **kwargs)
         return self.composed(*args, **kwargs)
 
@@ -242,8 +242,8 @@ class ForwardStack:
         module = self.module
         own = module.__dict__.get("forward")
         if own is not None:
-            return own  # type: ignore[no-any-return]
-        return type(module).forward.__get__(module)  # type: ignore[no-any-return]
+            return own  # type: ignore[no-any-return]  # what the user has put there
+        return type(module).forward.__get__(module)  # type: ignore[no-any-return]  # a method, bound
 
     def _compose(self, key: _Key) -> Callable[..., Any]:
         if not key:
@@ -293,7 +293,7 @@ _replicate = torch.nn.Module._replicate_for_data_parallel
 
 def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
     """A DataParallel replica copies the instance dictionary; a layered forward in it would use the original's parameters."""
-    replica: torch.nn.Module = _replicate(module)  # type: ignore[no-untyped-call]
+    replica: torch.nn.Module = _replicate(module)  # type: ignore[no-untyped-call]  # torch's own, without types
     if isinstance(module.__dict__.get("forward"), InstalledForward):
         replica.__dict__ = ForwardStack.of(module).plain_state(replica.__dict__)
     return replica
@@ -303,9 +303,9 @@ def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
     current = torch.nn.Module._replicate_for_data_parallel
     any_left = any(True for _ in installed)  # not by its length, which a module that is just going counts for
     if any_left and current is _replicate:
-        torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]
+        torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]  # put back
     elif not any_left and current is _plain_replica:
-        torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]
+        torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]  # replaced while a root has layers
 
 
 _L = TypeVar("_L")  # a class of layers

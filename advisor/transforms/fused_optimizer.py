@@ -177,8 +177,8 @@ def _switch(optimizer: torch.optim.Optimizer, kind: str, undo: Undo) -> None:
     optimizer.defaults.update({name: value for name, value in flags.items() if name in original})
     if kind == "fused":
         # What the constructor sets with fused=True: GradScaler then hands the scale to the kernel and does not wait for it.
-        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
-        optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]
+        optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # private to torch
+        optimizer._need_device_dtype_check_for_fused = True  # type: ignore[attr-defined]  # private to torch
     switch_on(optimizer)
     undo.push(optimizer.register_state_dict_post_hook(plain_state_dict).remove)
     undo.push(optimizer.register_load_state_dict_post_hook(switch_on).remove)

@@ -88,9 +88,9 @@ class NormalisedImages(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Saved to a file it must be readable without advisor.
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.plain().__reduce_ex__(protocol)
 
-    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]  # torch's takes contents by name
         return repr(self.plain())
 
     @classmethod
@@ -114,7 +114,7 @@ class NormalisedImages(torch.Tensor):
         return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
+    def __torch_dispatch__(  # type: ignore[override]  # torch's is typed as a method of no class
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         # Callers that went past Python: C++ code, and whoever has switched `__torch_function__` off.

@@ -35,7 +35,7 @@ from advisor.transforms.patch import tensors_in
 try:
     import fcntl
 except ImportError:  # Windows, which has no fork either
-    fcntl = None  # type: ignore[assignment]
+    fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 _DESCRIPTORS = "/proc/self/fd"
 _PATIENCE_S = 30.0  # for reading two items; what a fork has left locked for good takes longer

@@ -11,6 +11,7 @@ import ast
 import sys
 from collections import deque
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from types import CodeType
 from typing import Any
@@ -70,7 +71,7 @@ def _held(owner: Any, name: str, through: CodeType) -> Meter | str:
     return Meter(found.cls, found.update, keywords=True, through=through)
 
 
-def safe_update(method: Scope, deferred: int, windows: set[str] = frozenset()) -> str:  # type: ignore[assignment]
+def safe_update(method: Scope, deferred: int, windows: AbstractSet[str] = frozenset()) -> str:
     """Why a meter's `update(self, …)` must not be given deferred values as its first `deferred` arguments; "" when it may.
 
     Allowed are assignments of arithmetic, on its arguments and its own attributes, to its own attributes, and one of its arguments put
@@ -94,7 +95,7 @@ def safe_update(method: Scope, deferred: int, windows: set[str] = frozenset()) -
     return ""
 
 
-def _puts_in(node: ast.expr, names: list[str], windows: set[str]) -> bool:
+def _puts_in(node: ast.expr, names: list[str], windows: AbstractSet[str]) -> bool:
     """`self.window.append(value)`."""
     return (
         isinstance(node, ast.Call)

@@ -119,7 +119,7 @@ class CudaCopies:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.stream = torch.cuda.Stream(device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="advisor-pins")
 
     def start(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -238,7 +238,7 @@ class _Ahead:
                 self._no_more(error)
             return now.batch
 
-        iterator._next_data = next_data  # type: ignore[method-assign]
+        iterator._next_data = next_data  # type: ignore[method-assign]  # one iterator's own
 
     def _no_more(self, error: Exception) -> None:
         self.stop()

@@ -170,7 +170,7 @@ class LossScale:
             return False
         self.stepped = True
         if getattr(optimizer, "_step_supports_amp_scaling", False) and not lacks_momentum(optimizer):
-            optimizer.found_inf = found  # type: ignore[attr-defined]
+            optimizer.found_inf = found  # type: ignore[attr-defined]  # private to torch
             return False
         return bool(found.item())
 

@@ -66,7 +66,7 @@ class _Gathering:
         ready = None if _needs_torch(optimizer, group) else self._ready(group, optimizer.state)
         if ready is None:
             # Of the class, and looked up now: torch.compile puts its own in that place.
-            sparse = bool(type(optimizer)._init_group(optimizer, group, *lists))  # type: ignore[attr-defined]
+            sparse = bool(type(optimizer)._init_group(optimizer, group, *lists))  # type: ignore[attr-defined]  # private to torch
             if isinstance(optimizer, torch.optim.SGD) and group.get("fused") and group["momentum"] and not sparse:
                 _start_late_momentum(optimizer, group, *lists)
             return sparse
@@ -171,7 +171,7 @@ class _Lists:
         found = [parameter.grad for parameter in self.trained]
         if any(gradient is None for gradient in found) or any(parameter.grad is not None for parameter in self.idle):
             return None
-        return found  # type: ignore[return-value]
+        return found  # type: ignore[return-value]  # no None among them, see above
 
 
 def _gathered(group: Group, names: tuple[str, ...], state: States) -> _Lists | None:
@@ -192,7 +192,7 @@ def _gathered(group: Group, names: tuple[str, ...], state: States) -> _Lists | N
         entries=list(state.values()),
         own=own,
         names=names,
-        tensors=tensors,  # type: ignore[arg-type]
+        tensors=tensors,  # type: ignore[arg-type]  # no None among them, see above
     )
 
 

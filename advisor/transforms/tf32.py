@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from advisor.core.profile import StepProfile
+from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
@@ -134,7 +134,7 @@ def _allow(
         torch._C._set_fp32_precision_setter("cuda", operations[0], "tf32")
 
 
-def _products(profile: StepProfile) -> list:  # type: ignore[type-arg]
+def _products(profile: StepProfile) -> list[KernelRow]:
     return [row for row in profile.kernels if row.kind in ("conv", "gemm")]
 
 

@@ -105,7 +105,7 @@ def _sent(profile: StepProfile) -> float:
 
 def _on_gpu(training: Training) -> bool:
     """Before the first step the training's device is not known; a model is on its GPU by then."""
-    return training.device.type == "cuda" or bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return training.device.type == "cuda" or bool(torch.cuda.is_initialized())
 
 
 def _found(loader: DataLoader[Any]) -> list[Tail]:

@@ -44,7 +44,7 @@ def below(path: object, dir_fd: object) -> object:
     if not isinstance(dir_fd, int) or dir_fd < 0:
         return path
     try:
-        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # type: ignore[arg-type]
+        return os.path.join(os.readlink(f"/proc/self/fd/{dir_fd}"), os.fsdecode(path))  # type: ignore[arg-type]  # a TypeError is the answer
     except (OSError, TypeError):
         return None
 

@@ -325,7 +325,7 @@ def _real(path: object) -> str | None:
     if isinstance(path, int) or path is None:
         return None
     try:
-        text = os.fsdecode(path)  # type: ignore[arg-type]
+        text = os.fsdecode(path)  # type: ignore[arg-type]  # a TypeError is the answer
     except TypeError:
         return None
     return os.path.join(os.path.realpath(os.path.dirname(os.path.abspath(text))), os.path.basename(text.rstrip("/")))

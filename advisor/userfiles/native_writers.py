@@ -110,5 +110,5 @@ class _AfterImport:
                 self._waiting.discard(name)
                 _wrap(name, self._told)
 
-        spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]
+        spec.loader.exec_module = exec_module  # type: ignore[union-attr, method-assign]  # the import system's hook; a spec that was found has a loader
         return spec

@@ -84,7 +84,7 @@ def _of_line(line: str) -> list[str]:
 
 def _text(value: object) -> str:
     try:
-        return os.fsdecode(value)  # type: ignore[arg-type]
+        return os.fsdecode(value)  # type: ignore[arg-type]  # a TypeError is the answer
     except TypeError:
         return ""
 

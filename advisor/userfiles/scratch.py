@@ -235,7 +235,7 @@ class Scratch:
             if mine := self.loses(path):
                 plain(mine, *args, **kwargs)
 
-        rmtree.avoids_symlink_attacks = plain.avoids_symlink_attacks  # type: ignore[attr-defined]
+        rmtree.avoids_symlink_attacks = plain.avoids_symlink_attacks  # type: ignore[attr-defined]  # a function that has an attribute
         return rmtree
 
 

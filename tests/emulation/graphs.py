@@ -68,7 +68,7 @@ class _Recorder(TorchDispatchMode):
         self._own |= {_memory(t) for t in _tensors(found)} - given
         if not func.is_view:
             # By its own handle: who is given a tensor may put other memory under it.
-            keep = lambda t: t.detach() if isinstance(t, torch.Tensor) else t  # noqa: E731
+            keep = lambda t: t.detach() if isinstance(t, torch.Tensor) else t  # noqa: E731 – as short as what it stands for
             self._graph.launches.append((func, *(pytree.tree_map(keep, part) for part in (args, kwargs or {}, found))))
         return found
 
@@ -105,7 +105,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
             with _Recorder(graph):
                 yield
         except BaseException:
-            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")  # noqa: B904 – as the original does
         current.pop()
 
     def set_stream(stream: Any) -> None:

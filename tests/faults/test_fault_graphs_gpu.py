@@ -40,7 +40,7 @@ class Pair:
 
     def __init__(self, **options: bool | float) -> None:
         torch.manual_seed(0)
-        self.plain = Net(**options).to(DEVICE)  # type: ignore[arg-type]
+        self.plain = Net(**options).to(DEVICE)
         self.graphed = copy.deepcopy(self.plain)
         self.optimizers = [
             torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9) for net in (self.plain, self.graphed)

@@ -86,7 +86,7 @@ def test_a_hostile_profile_is_refused_or_shown_as_text(name: str, tmp_path: Path
 
 def test_names_that_lead_outside_are_only_names(tmp_path: Path) -> None:
     outside = tmp_path / "outside.html"
-    row = {**sound()["kernels"][0], "name": "<script>alert(1)</script>", "module": "../../outside.html"}  # type: ignore[index]
+    row = {**sound()["kernels"][0], "name": "<script>alert(1)</script>", "module": "../../outside.html"}
     plain = {**sound(), "script": "../../../outside.html", "kernels": [row]}
     ended = report(tmp_path, json.dumps(plain), "--html", "page.html")
     assert ended.returncode == 0, ended.stderr

@@ -564,7 +564,7 @@ sys.exit(ended.code)
 
 
 def supervise(folder: Path, **options: object) -> subprocess.Popen[str]:
-    return subprocess.Popen(  # type: ignore[call-overload,no-any-return]
+    return subprocess.Popen(
         [sys.executable, "-c", SUPERVISOR, "train.py"],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -71,8 +71,8 @@ def test_apply_run_and_load(script: str, folder: Path) -> None:
     assert {path.name for path in folder.iterdir()} - {"advisor-runs", "__pycache__"} == {script, "models.py"}
     run = max((folder / "advisor-runs").iterdir(), key=lambda path: path.stat().st_mtime)
     stack = saved(run / "trials.json")["stack"]
-    if stack is not None and stack["speedup_high"] is not None:  # type: ignore[index]
-        assert stack["speedup_high"] >= 1.0, "what was kept makes the script slower"  # type: ignore[index]
+    if stack is not None and stack["speedup_high"] is not None:
+        assert stack["speedup_high"] >= 1.0, "what was kept makes the script slower"
     if not (run / "plan.yaml").is_file():
         pytest.skip("nothing was kept, so there is no plan to run")
     trained = advisor(folder, "run", "--plan", str(run / "plan.yaml"), script, *short.split())

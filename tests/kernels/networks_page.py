@@ -22,12 +22,12 @@ from typing import Any
 REPO = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(REPO), str(REPO / "tests")]
 
-import fake_gpu  # noqa: E402
-from networks import LIBRARIES, Library, Network  # noqa: E402
+import fake_gpu  # noqa: E402 – found by the path set above
+from networks import LIBRARIES, Library, Network  # noqa: E402 – found by the path set above
 
-from advisor.ops import catalog  # noqa: E402
-from advisor.ops.family import Family  # noqa: E402
-from advisor.reporting import places  # noqa: E402
+from advisor.ops import catalog  # noqa: E402 – found by the path set above
+from advisor.ops.family import Family  # noqa: E402 – found by the path set above
+from advisor.reporting import places  # noqa: E402 – found by the path set above
 
 PAGE = REPO / "docs" / "networks.md"
 RECORDS = REPO / "docs" / "networks"

@@ -70,7 +70,7 @@ def test_other_calls_run_pytorchs_own_with_the_same_bits(emulated, pixels, dtype
 def limits(shape: tuple[int, ...], **given: object) -> str:
     return spec.unsupported(
         **{"shape": shape, "x_nhwc": True, "y_nhwc": False, "dtype": "float32", "arch": 90, **given}
-    )  # type: ignore[arg-type]
+    )
 
 
 def test_limits() -> None:

@@ -368,7 +368,7 @@ def trained(net: nn.Module, run: object) -> dict[str, torch.Tensor | None]:
     given = [torch.randn(2, 3, C, C, generator=generator)]
     if isinstance(net, InputWrittenInto):
         given.append(torch.randn(2, C, C, C, generator=generator))
-    y = run(*given)  # type: ignore[operator]
+    y = run(*given)
     (y * torch.randn(y.shape, generator=generator)).sum().backward()
     left = {f"grad {name}": p.grad for name, p in net.named_parameters()}
     left |= dict(net.named_buffers())

@@ -197,7 +197,7 @@ def targets(form: str, families: tuple[str, ...] = FAMILIES) -> tuple[list[Any],
     if form == "frozen":
         block.bn.eval()
     if form == "cumulative":
-        block.bn.forward = layer(block.bn.forward, block.bn)  # type: ignore[method-assign]
+        block.bn.forward = layer(block.bn.forward, block.bn)
     x = torch.randn(2, 7, 6, 16).permute(0, 3, 1, 2).bfloat16().requires_grad_()
     reports = {family: match.MatchReport() for family in families}
     seen: list[Any] = []

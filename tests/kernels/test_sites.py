@@ -756,7 +756,7 @@ def test_a_launch_reaches_the_driver_as_python_would_have_made_it(emulated, monk
     kernel = Driven(driver)
     ticket = emulated.counters.data_ptr()
     scalars = (np.int32(-3), np.float32(0.5), np.int64(1 << 40))
-    plant = lambda y: driven(kernel, y, torch.Tensor.data_ptr(y) + 8, *scalars, ticket)  # noqa: E731
+    plant = lambda y: driven(kernel, y, torch.Tensor.data_ptr(y) + 8, *scalars, ticket)  # noqa: E731 – as short as what it stands for
     monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
     site = install.site(lambda x: Faulty.apply(x))
     for _ in range(3):

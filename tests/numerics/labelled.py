@@ -25,10 +25,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
-from numerics import faults, right  # noqa: E402
-from numerics.large import LARGE  # noqa: E402
-from numerics.loops import Change, Loop  # noqa: E402
-from numerics.nets import KINDS, Kind  # noqa: E402
+from numerics import faults, right  # noqa: E402 – found by the path set above
+from numerics.large import LARGE  # noqa: E402 – found by the path set above
+from numerics.loops import Change, Loop  # noqa: E402 – found by the path set above
+from numerics.nets import KINDS, Kind  # noqa: E402 – found by the path set above
 
 RECORD, PAGE = ROOT / "docs" / "numerics.json", ROOT / "docs" / "numerics.md"
 # What the bounds were chosen with. All others were judged when these stood.

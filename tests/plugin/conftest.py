@@ -13,7 +13,7 @@ HERE = Path(__file__).resolve().parent
 PATHS = [str(HERE), str(HERE.parent / "unit" / "testing")]
 sys.path[:0] = PATHS
 
-from suites import CONFTEST, PLUGIN, REPO, Run, made_up  # noqa: E402
+from suites import CONFTEST, PLUGIN, REPO, Run, made_up  # noqa: E402 – found by the path set above
 
 # pytester forgets modules that a run in this process has loaded: those that hold classes and patches are loaded before.
 for _name in ("marker", "options", "perf", "records", "section", "storing"):

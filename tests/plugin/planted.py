@@ -58,7 +58,7 @@ class Net(nn.Module):
 def training(device: str, fault: str = "", *, autocast: bool = False) -> Step:
     """A step of the net in channels_last, with SGD."""
     torch.manual_seed(0)
-    net = Net(fault).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = Net(fault).to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
     images = torch.randn(8, 16, 16, 16, device=device).to(memory_format=torch.channels_last)
     labels = torch.randint(0, 4, (8,), device=device)

@@ -20,7 +20,7 @@ PROVED = StackVerdict(passed=True, detail="", speedup=2.1, speedup_low=2.0, spee
 def log(status: str, reason: str = "as told", *, timed: bool = True, **more: object) -> TrialLog:
     blocks = Blocks(off_us=(2.0,), on_us=(1.0,)) if timed else Blocks()
     verdict = Verdict(transform="fused_optimizer", title="fused optimizer", status=status, reason=reason, blocks=blocks)
-    return TrialLog(script="train.py", argv=(), verdicts=(verdict,), **more)  # type: ignore[arg-type]
+    return TrialLog(script="train.py", argv=(), verdicts=(verdict,), **more)
 
 
 @pytest.mark.parametrize(

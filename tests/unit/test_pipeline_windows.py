@@ -19,7 +19,7 @@ from advisor.profiling.inside.driver import MIN_WARMUP
 
 
 def ordered(folder: Path, **record: object) -> Session | None:
-    storage.save(folder / STEPS_FILE, StepsRecord(**{"kind": "optimizer", **record}))  # type: ignore[arg-type]
+    storage.save(folder / STEPS_FILE, StepsRecord(**{"kind": "optimizer", **record}))
     return shorter_session(Session(mode="profile", run_dir=str(folder), script="train.py"), 0)
 
 

@@ -39,7 +39,7 @@ class KernelsOnce(Change):
         kept: dict[Any, Any] = {}
         change = self
 
-        class Once(type(kind)):  # type: ignore[misc]
+        class Once(type(kind)):  # type: ignore[misc]  # a class known at run time
             """Stands for `kind`: its instances are those of `kind`, and it makes them."""
 
             def __call__(cls, *args: Any, **kwargs: Any) -> Any:

@@ -40,7 +40,7 @@ class Graphs:
             "mean": sums.mean,
             "var": sums.var,
         }
-        self._masked: dict[str, Any] = {}
+        self._masked: dict[str, Callable[..., Any]] = {}
 
     def build(self, program: Program, module: Any, segments: list[tuple[int, int]]) -> Arena:
         """An arena with a graph for each segment. Nothing is executed.
@@ -76,7 +76,7 @@ class Graphs:
         if name not in self._masked:
             kernel = self.module.ElementwiseKernel("bool m, T s", "T y", f"if (m) y = {sign} s", "advisor_masked")
             self._masked[name] = lambda target, mask, number: _nothing(kernel(mask, number, target))
-        return self._masked[name]  # type: ignore[no-any-return]
+        return self._masked[name]
 
     def _captured(self, arena: Arena, segment: tuple[int, int]) -> Any:
         entries, number, failed = arena.program.entries, segment[0], None

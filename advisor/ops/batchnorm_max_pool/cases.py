@@ -59,7 +59,7 @@ def _steady(
         eps,
         "none",
         slope,
-        *window,  # type: ignore[arg-type]
+        *window,  # type: ignore[arg-type]  # its parts are what the case says
     )
     kinks = _KINKS[activation]
     return torch.stack([torch.ones_like(z, dtype=torch.bool), *((z - k).abs() >= 1e-3 for k in kinks)]).all(0)

@@ -89,7 +89,7 @@ def _linear_eager(
     dim: int,
 ) -> torch.Tensor:
     """What PyTorch runs after a Linear layer's product."""
-    return activate(_InTheProduct.apply(x, bias, dim), activation, slope)  # type: ignore[no-untyped-call]
+    return activate(_InTheProduct.apply(x, bias, dim), activation, slope)  # type: ignore[no-untyped-call]  # torch's own, without types
 
 
 def _steady(
@@ -195,7 +195,7 @@ def _scale_eager(
     *rest: Any,
 ) -> Any:
     """What PyTorch runs after a Linear layer's product."""
-    z = _InTheProduct.apply(branch, bias, 1)  # type: ignore[no-untyped-call]
+    z = _InTheProduct.apply(branch, bias, 1)  # type: ignore[no-untyped-call]  # torch's own, without types
     return reference.scale_add(z, scale, keep, residual, None, *rest)
 
 

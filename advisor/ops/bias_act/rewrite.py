@@ -325,7 +325,7 @@ def _without(product: fx.Node, bias: Any) -> fx.Node:
     with product.graph.inserting_before(product):
         arguments = tuple(None if a is bias else a for a in product.args)
         options = {key: value for key, value in product.kwargs.items() if key != "bias"}
-        plain = product.graph.call_function(product.target, arguments, options)  # type: ignore[arg-type]
+        plain = product.graph.call_function(product.target, arguments, options)  # type: ignore[arg-type]  # the node's own arguments
     plain.meta.update(product.meta)
     return plain
 

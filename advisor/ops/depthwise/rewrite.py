@@ -65,7 +65,7 @@ def _moments_win(node: fx.Node) -> str:
     shape = None if given is None else match.static_shape(given)
     if shape is None or weight is None or found is None:
         return "its sizes are not known"
-    call = spec.call(shape, int(weight.shape[-1]), stride, padding, dilation)  # type: ignore[arg-type]
+    call = spec.call(shape, int(weight.shape[-1]), stride, padding, dilation)  # type: ignore[arg-type]  # sizes are known in a captured graph
     return spec.moments_win(call, match.dtype_name(found))
 
 

@@ -55,7 +55,7 @@ def _eager(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
     """As a script with TF32 off runs it. A CPU has no TF32, and there torch.func's transforms take the convolution itself."""
     if not x.is_cuda:
         return reference.exact_conv2d(x, *arguments)
-    found: torch.Tensor = _Strict.apply(x, *arguments)  # type: ignore[no-untyped-call]
+    found: torch.Tensor = _Strict.apply(x, *arguments)  # type: ignore[no-untyped-call]  # torch's own, without types
     return found
 
 

@@ -62,13 +62,13 @@ def _inputs(
 
 def _reference(*arguments: object) -> torch.Tensor:
     *rest, _ = arguments  # without the result's dtype: it stays fp64
-    return reference.group_norm(*rest)  # type: ignore[arg-type]
+    return reference.group_norm(*rest)  # type: ignore[arg-type]  # the case's own arguments
 
 
 def _steady(*arguments: object) -> torch.Tensor:
     """False within 1e-3 of ReLU's kink."""
     x, groups, weight, bias, eps, *_ = arguments
-    return reference.group_norm(x, groups, weight, bias, eps).abs() >= 1e-3  # type: ignore[arg-type]
+    return reference.group_norm(x, groups, weight, bias, eps).abs() >= 1e-3  # type: ignore[arg-type]  # the case's own arguments
 
 
 def _case(groups: int, shape: tuple[int, ...], dtype: str, result: str, activation: str, affine: bool = True) -> Case:

@@ -40,7 +40,7 @@ def state() -> int:
     return dispatch.forced() + 2 * nvrtc.alone()
 
 
-class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Tape(TorchDispatchMode):
     """Allocations, launches and operators of this thread while it is entered, as calls.cpp takes them.
 
     Attributes:
@@ -50,7 +50,7 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, slots: Sequence[torch.Tensor | None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's own, without types
         self.slots = list(slots)
         self.steps: list[tuple[Any, ...]] = []
         self.refused = ""
@@ -62,11 +62,11 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Tape:
         cuda_driver.watchers.append(self._launched)
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()  # type: ignore[no-untyped-call]  # torch's own, without types
         return self
 
     def __exit__(self, *about: Any) -> None:
-        super().__exit__(*about)  # type: ignore[no-untyped-call]
+        super().__exit__(*about)  # type: ignore[no-untyped-call]  # torch's own, without types
         cuda_driver.watchers.remove(self._launched)
 
     def refuse(self, reason: str) -> None:

@@ -26,7 +26,7 @@ def _inputs(generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype
 
 
 def _avg_inputs(*arguments: object, window: Window, **about: object) -> Arguments:
-    return _inputs(*arguments, window=window, **about)[:3]  # type: ignore[arg-type]
+    return _inputs(*arguments, window=window, **about)[:3]  # type: ignore[arg-type]  # the case's own arguments
 
 
 def _case(operation: str, shape: tuple[int, ...], window: Window, dtype: str) -> Case:

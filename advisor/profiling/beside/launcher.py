@@ -213,7 +213,7 @@ def launch(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         storage.save(folder / SESSION_FILE, session)
-        stream = open(output, "ab") if output is not None else None  # noqa: SIM115
+        stream = open(output, "ab") if output is not None else None  # noqa: SIM115 – closed once the child has it
     except OSError as error:
         raise AdvisorError(f"cannot write to {folder} ({error.strerror})", fix="Name another folder with -o.") from None
     try:

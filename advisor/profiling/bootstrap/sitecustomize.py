@@ -28,7 +28,7 @@ _guard: Any = None  # of the script's files, in a search
 
 
 def _say(text: str) -> None:
-    try:  # noqa: SIM105
+    try:  # noqa: SIM105 – contextlib would have to be imported
         sys.stderr.write(f"[advisor] {text}\n")
     except Exception:
         pass
@@ -62,7 +62,7 @@ def _step_aside() -> None:
     sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or ".") != _HERE]
     own = sys.modules.pop("sitecustomize", None)
     try:
-        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401
+        import sitecustomize  # type: ignore[import-not-found]  # noqa: F401 – the user's, which runs
     except ModuleNotFoundError as error:
         if error.name != "sitecustomize":
             raise

@@ -149,7 +149,7 @@ class Annotator:
             self._mode = None
         # When someone else wrapped the call after us it cannot be put back; our wrapper then only passes calls on.
         if self._patched is not None and torch.nn.Module.__call__ is self._patched:
-            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign, assignment]
+            torch.nn.Module.__call__ = self._original  # type: ignore[method-assign, assignment]  # put back
         self._patched = None
         for owner, name, original, ours in self._waits:
             if owner.__dict__.get(name) is ours:
@@ -265,7 +265,7 @@ class Annotator:
                     closing(scope)
 
         self._patched = annotated_call
-        torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign]
+        torch.nn.Module.__call__ = annotated_call  # type: ignore[method-assign]  # replaced until `stop`
 
     def _patch_waits(self) -> None:
         """Waits that a script asks for itself are no operators, so that a function mode does not see them."""
@@ -335,7 +335,7 @@ def _insert_below(mode: TorchFunctionMode) -> None:
 
 
 def _remove(mode: TorchFunctionMode) -> None:
-    if mode not in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    if mode not in _get_current_function_mode_stack():
         return
     for other in _take_all():
         if other is not mode:

@@ -98,7 +98,7 @@ def teardown(*, wanted: bool) -> None:
 def end_profiler(device: str) -> Any:
     """End the profiler; the process may end at any time afterwards. Returns torch's `_ProfilerResult`."""
     with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
-        autograd_profiler._run_on_profiler_stop()  # type: ignore[no-untyped-call]
+        autograd_profiler._run_on_profiler_stop()
     threads = _threads()
     results = _disable_profiler()
     if device == "cuda" and os.environ.get(_TEARDOWN) == "1":
@@ -158,8 +158,8 @@ class TraceCollector:
                 # The counters are CUPTI's too, and would go down with it.
                 teardown(wanted=self._lasting and self._dram is None)
             with quiet_kineto():
-                profile._prepare_trace()  # type: ignore[no-untyped-call]
-            profile._start_trace()  # type: ignore[no-untyped-call]
+                profile._prepare_trace()
+            profile._start_trace()
         except Exception as error:
             self.notes.append(f"no trace: the profiler did not start ({type(error).__name__}: {error})")
             return

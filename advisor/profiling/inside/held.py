@@ -138,7 +138,7 @@ class Look:
     def _now(self) -> Any:
         if self.training.device.type != "cuda":
             return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -48,8 +48,8 @@ class KernelTime:
             torch.cuda.synchronize(self._device)
             collector.teardown(wanted=self._lasting)
             with collector.quiet_kineto():
-                profile._prepare_trace()  # type: ignore[no-untyped-call]
-            profile._start_trace()  # type: ignore[no-untyped-call]
+                profile._prepare_trace()
+            profile._start_trace()
         except Exception as error:
             self.why = f"the profiler did not start ({type(error).__name__}: {error})"
             return False

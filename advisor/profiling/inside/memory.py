@@ -135,7 +135,7 @@ class MemoryProbe:
             gc.callbacks.remove(self._collecting)
 
     def _read(self) -> dict[str, int]:
-        if self._device.type != "cuda" or not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        if self._device.type != "cuda" or not torch.cuda.is_initialized():
             return {}
         return dict(torch.cuda.memory_stats(self._device))
 

@@ -74,7 +74,7 @@ class Audit:
                 def arrived(gradient: torch.Tensor) -> None:
                     seen.dy = gradient.detach()[:SAMPLES].clone()
 
-                y.register_hook(arrived)  # type: ignore[no-untyped-call]
+                y.register_hook(arrived)
 
         return keep
 

@@ -77,7 +77,7 @@ class BurstSource:
         self._copy()  # the first copy may load code
         torch.cuda.synchronize(self._device)
         with torch.cuda.device(self._device):
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             self._copy()
             end.record()

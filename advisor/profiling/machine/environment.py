@@ -194,7 +194,7 @@ def _compilers() -> tuple[str, ...]:
 def _cudnn() -> str:
     import torch
 
-    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None  # type: ignore[no-untyped-call]
+    version = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if not version:
         return ""
     major = version // (10000 if version >= 90000 else 1000)

@@ -93,7 +93,7 @@ class GraphedForward:
             return self.inner(*args, **kwargs)
         direct = self._direct(captured)
         leaves = [captured.gradients.anchor] if direct else captured.leaves
-        return captured.output(Replay.apply(captured, direct, *arguments.tensors, *leaves))  # type: ignore[no-untyped-call]
+        return captured.output(Replay.apply(captured, direct, *arguments.tensors, *leaves))  # type: ignore[no-untyped-call]  # torch's own, without types
 
     def _eagerly(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call before the capture: what it brings from the host, and whether it is differentiated twice, is noted."""
@@ -110,7 +110,7 @@ class GraphedForward:
 
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad and leaf.grad_fn is not None:
-                leaf.register_hook(note)  # type: ignore[no-untyped-call]
+                leaf.register_hook(note)
                 break
         return output
 

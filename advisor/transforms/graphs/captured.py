@@ -65,7 +65,7 @@ class Captured:
         self.replays = self.replays_before = self.moved = 0
         self.twice = False
         device = self.inputs[0].device
-        stream, script = torch.cuda.Stream(device), torch.cuda.current_stream(device)  # type: ignore[no-untyped-call]
+        stream, script = torch.cuda.Stream(device), torch.cuda.current_stream(device)
         stream.wait_stream(script)
         self.forward, self.backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         # A cast cached before the capture would be frozen into the graph, and one cached in it lies in the graph's memory. The
@@ -107,7 +107,7 @@ class Captured:
         self._finish(module, gradients)
         pools = {graph.pool() for graph, made_of in ((self.forward, flat), (self.backward, wanted)) if made_of}
         del flat, output, made, wanted, sources, leaves, stay  # the replays have what these took
-        segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+        segments = torch.cuda.memory_snapshot()
         self.hidden_bytes = free_bytes(segments, pools)
         alive.add(self)
 

@@ -47,7 +47,7 @@ class BatchWatch:
             return batch
 
         self._now = recorded
-        _BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign,assignment]
+        _BaseDataLoaderIter.__next__ = recorded  # type: ignore[method-assign,assignment]  # replaced until `stop`
 
     @property
     def active(self) -> bool:
@@ -76,7 +76,7 @@ class BatchWatch:
     def stop(self) -> None:
         """Nothing is kept or patched any more. Safe to call twice."""
         if self._plain is not None and _BaseDataLoaderIter.__next__ is self._now:
-            _BaseDataLoaderIter.__next__ = self._plain  # type: ignore[method-assign]
+            _BaseDataLoaderIter.__next__ = self._plain  # type: ignore[method-assign]  # put back
             self._plain = None
         self._drawn.clear()
 

@@ -65,7 +65,7 @@ class MachineWatch:
         reasons = int(now.get("clock_reasons", 0.0))
         if reasons & nvml.THROTTLED:
             return "a throttled clock"
-        if None not in (processes, self._processes) and processes > self._processes:  # type: ignore[operator]
+        if processes is not None and self._processes is not None and processes > self._processes:
             return "another process on the GPU"
         clock = None if reasons & nvml.POWER_CAP else now.get("sm_clock_mhz")
         if clock is not None and self._unusual(on, "clock", clock, CLOCK_FRAC * clock):

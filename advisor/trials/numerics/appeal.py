@@ -140,4 +140,4 @@ def _round_output(module: torch.nn.Module, args: Any, output: Any) -> Any:
     """A forward hook: what the layer puts out is rounded to bf16."""
     if not isinstance(output, torch.Tensor) or output.dtype not in (torch.float32, torch.float64):
         return output
-    return _RoundedBf16.apply(output)  # type: ignore[no-untyped-call]
+    return _RoundedBf16.apply(output)  # type: ignore[no-untyped-call]  # torch's own, without types

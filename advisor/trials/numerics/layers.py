@@ -137,7 +137,7 @@ def arrived(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> tuple[fl
     def note(name: str) -> Callable[..., None]:
         def hook(module: Layer, args: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: got.setdefault(name, []).append(gradient.detach().clone()))  # type: ignore[no-untyped-call]
+                output.register_hook(lambda gradient: got.setdefault(name, []).append(gradient.detach().clone()))
 
         return hook
 

@@ -84,7 +84,7 @@ class _Noting(fx.Interpreter):
             return super().run(*args, **kwargs)
         except BaseException:
             for mode in reversed(self.entered):  # else it would stay in force for all that comes
-                _exit_autocast(mode)  # type: ignore[no-untyped-call]
+                _exit_autocast(mode)
             raise
 
     def run_node(self, node: fx.Node) -> Any:
@@ -104,7 +104,7 @@ class _Noting(fx.Interpreter):
         self.calls.append(call)
         leaves = [self._aliased(leaf, call.back, place) for place, leaf in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, shape)
-        result = node.target(*args, *(kwargs.pop(name) for name in names), **kwargs)  # type: ignore[operator]
+        result = node.target(*args, *(kwargs.pop(name) for name in names), **kwargs)  # type: ignore[operator]  # a function, for a node that calls one
         outputs = _listed(result)
         twice = {
             id(output) for place, output in enumerate(outputs) if any(output is other for other in outputs[:place])
@@ -121,7 +121,7 @@ class _Noting(fx.Interpreter):
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         alias = value.view_as(value)  # its gradient is this operation's alone
-        alias.register_hook(_keeping(back, place))  # type: ignore[no-untyped-call]
+        alias.register_hook(_keeping(back, place))
         return alias
 
 

@@ -186,7 +186,7 @@ def _before(calls: list[Call], copies: Copies, states: Callable[[], list[torch.T
                 return value
             # Its gradient is this layer's alone, whoever else reads the value. Of a view that is written to it would be lost.
             alias = value.clone() if getattr(module, "inplace", False) else value.view_as(value)
-            alias.register_hook(lambda gradient: call.back.__setitem__(place, gradient.detach().clone()))  # type: ignore[no-untyped-call]
+            alias.register_hook(lambda gradient: call.back.__setitem__(place, gradient.detach().clone()))
             copies.same(alias, value)
             call.given[place] = alias, alias._version
             return alias
@@ -208,6 +208,6 @@ def _after(calls: list[Call], copies: Copies) -> Callable[..., None]:
         call.output = copies.of(output)
         call.left = [b.detach().clone() for b in module.buffers()]
         if output.requires_grad:
-            output.register_hook(lambda gradient: setattr(call, "gradient", gradient.detach().clone()))  # type: ignore[no-untyped-call]
+            output.register_hook(lambda gradient: setattr(call, "gradient", gradient.detach().clone()))
 
     return hook

@@ -31,7 +31,7 @@ def looping(base: StepProfile, phase: str, **changes: object) -> StepProfile:
         time_us=1200,
         modelled_bytes=1e6,
     )
-    return replace(profiles.with_rows(base, *base.kernels, one), **changes)  # type: ignore[arg-type]
+    return replace(profiles.with_rows(base, *base.kernels, one), **changes)
 
 
 def test_a_loop_that_averages_weights_costs_the_host_where_the_host_is_the_limit() -> None:
@@ -134,7 +134,7 @@ def searching(base: StepProfile, **changes: object) -> StepProfile:
     ]
     model = replace(base.model, flags={**base.model.flags, "anomaly": True}, stack_us=60.0)
     profile = profiles.with_rows(base, *base.kernels, *rows)
-    return replace(profile, model=model, backward_nodes=100.0, **changes)  # type: ignore[arg-type]
+    return replace(profile, model=model, backward_nodes=100.0, **changes)
 
 
 def test_anomaly_detection_costs_the_stacks_it_notes_and_the_searches() -> None:

@@ -606,7 +606,7 @@ def test_every_transform_of_the_registry_has_a_prediction(name: str, transform: 
 # -- Amdahl's bound --------------------------------------------------------------------------------------------------------
 
 _MATRIX, _OPTIMIZER = ("conv", "gemm"), "optimizer"
-_NOT_OPTIMIZER: Callable[[KernelRow], bool] = lambda row: row.phase != _OPTIMIZER  # noqa: E731
+_NOT_OPTIMIZER: Callable[[KernelRow], bool] = lambda row: row.phase != _OPTIMIZER  # noqa: E731 – as short as what it stands for
 # What a transform touches: rows, and causes of idle. Nothing else can become shorter by it.
 TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "amp_bf16": (_NOT_OPTIMIZER, ()),

@@ -60,7 +60,7 @@ def leave(place: Path, monkeypatch: pytest.MonkeyPatch, **kinds: dict[str, objec
 def bench(place: Path, **options: object) -> dict[str, dict[str, object]]:
     said: list[str] = []
     defaults = {"baselines": (), "max_time_s": 60.0, "limit_s": 60.0, "runs": place / "runs", "say": said.append}
-    code = real.run(place, out=place / "real.json", **{**defaults, **options})  # type: ignore[arg-type]
+    code = real.run(place, out=place / "real.json", **{**defaults, **options})
     assert code == 0
     return {row["name"]: row for row in results.on_file(place / "real.json")}
 

@@ -507,8 +507,8 @@ RECOMMENDATION = Recommendation(
 
 def _terminal(monkeypatch, tmp_path: Path, answers: str):
     (tmp_path / "in").write_text(answers)
-    questions = open(tmp_path / "out", "w")  # noqa: SIM115
-    monkeypatch.setattr(asking, "terminal", lambda: (open(tmp_path / "in"), questions))  # noqa: SIM115
+    questions = open(tmp_path / "out", "w")  # noqa: SIM115 – open on purpose
+    monkeypatch.setattr(asking, "terminal", lambda: (open(tmp_path / "in"), questions))  # noqa: SIM115 – open on purpose
     return tmp_path / "out"
 
 

@@ -69,7 +69,7 @@ def test_a_laptop_hears_of_its_missing_gpu_once() -> None:
 
 def env(**changes: object) -> Environment:
     assert SERVER.environment
-    return replace(SERVER.environment, **changes)  # type: ignore[arg-type]
+    return replace(SERVER.environment, **changes)
 
 
 CPU_BUILD = Environment(device="cpu", torch="2.9.0+cpu", copy_gbps=1.0)
@@ -124,7 +124,7 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
     ],
 )
 def test_each_lack_is_named_with_what_to_do(changes: dict[str, object], name: str, status: Status, words: str) -> None:
-    found = check(replace(SERVER, **changes), name)  # type: ignore[arg-type]
+    found = check(replace(SERVER, **changes), name)
     assert found.status is status
     assert words in f"{found.found} {found.fix}"
     assert found.fix

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from test_exit_codes import CALLS, sound  # noqa: F401
+from test_exit_codes import CALLS, sound  # noqa: F401 – fixtures
 
 from advisor.cli.main import wants_json
 from advisor.core import storage
@@ -46,7 +46,7 @@ def valid(text: str, kind: str) -> dict:
 
 
 @pytest.mark.parametrize("command", KINDS)
-def test_each_command_prints_what_its_schema_says(invoke, pipeline, sound, command):  # noqa: F811
+def test_each_command_prints_what_its_schema_says(invoke, pipeline, sound, command):  # noqa: F811 – a fixture
     call, at = CALLS[command], len(command.removesuffix(" --plan").split())
     result = invoke(*call[:at], "--json", *call[at:])
     valid(result.stdout, KINDS[command])

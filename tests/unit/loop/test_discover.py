@@ -63,7 +63,7 @@ class Net(nn.Module):
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, **options: object) -> None:
     loss = nn.CrossEntropyLoss()
     for _ in range(steps):
-        optimizer.zero_grad(**options)  # type: ignore[arg-type]
+        optimizer.zero_grad(**options)
         loss(model(torch.randn(4, 3, 8, 8)), torch.randint(0, 4, (4,))).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -266,7 +266,7 @@ class LibrarysLoader:
     """As fastai's: no torch DataLoader, but torch's iterators behind it."""
 
     def __init__(self, batches: list[torch.Tensor]) -> None:
-        self._made = DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+        self._made = DataLoader(batches, batch_size=None)
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from _SingleProcessDataLoaderIter(self._made)

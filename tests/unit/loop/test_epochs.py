@@ -22,7 +22,7 @@ MS = 1_000_000
 
 
 def loader(samples: int = 8, **options: object) -> DataLoader[object]:
-    return DataLoader(TensorDataset(torch.randn(samples, 3)), batch_size=2, **options)  # type: ignore[arg-type]
+    return DataLoader(TensorDataset(torch.randn(samples, 3)), batch_size=2, **options)
 
 
 class Iterated:
@@ -65,7 +65,7 @@ def test_a_stream_is_not_asked_for_its_length() -> None:
             raise AssertionError("torch warns once it has been asked")
 
     epochs = Epochs()
-    stream: DataLoader[object] = DataLoader(Stream())  # type: ignore[arg-type]
+    stream: DataLoader[object] = DataLoader(Stream())
     epoch(epochs, stream, made=1, first=2, batches=3, ended=None)
     assert epochs.cost(0.0).batches == 0.0
 
@@ -101,7 +101,7 @@ def test_two_loaders_side_by_side_do_not_end_each_other() -> None:
 def attached(tmp_path: Path) -> Iterator[Attached]:
     gc.collect()  # optimizers of earlier tests are waited for as long as they live
     attach_training(Session(mode="search", run_dir=str(tmp_path), script="x"))
-    yield Attached  # type: ignore[misc]
+    yield Attached
     assert Attached.watcher is not None
     Attached.watcher.detach()
     Attached.training = Attached.watcher = Attached.discovery = None

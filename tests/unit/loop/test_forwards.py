@@ -26,7 +26,7 @@ def attach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     made: list[StepWatcher] = []
 
     def begin(**options: object) -> StepWatcher:
-        session = Session(mode="profile", run_dir=str(tmp_path), script="x", **options)  # type: ignore[arg-type]
+        session = Session(mode="profile", run_dir=str(tmp_path), script="x", **options)
         made.append(attach_training(session)[1])
         return made[-1]
 

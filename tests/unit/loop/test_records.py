@@ -16,7 +16,7 @@ from advisor.loop.records import load_trace, save_trace
 TRACE = Trace(
     device="cuda",
     step_bounds_ns=[1, 2],
-    ops=OpTable(**{column.name: ["µ", ""] if "str" in str(column.type) else [1, 2] for column in fields(OpTable)}),  # type: ignore[arg-type]
+    ops=OpTable(**{column.name: ["µ", ""] if "str" in str(column.type) else [1, 2] for column in fields(OpTable)}),
     dram=DramSamples(start_ns=[1], end_ns=[2], read_bytes=[1.5], write_bytes=[0.0]),
     launches=3,
     notes=["a note"],

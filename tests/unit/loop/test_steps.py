@@ -465,10 +465,10 @@ class Wrapper(torch.optim.Optimizer):
         self.inside = inside
 
     @property
-    def param_groups(self) -> list[dict[str, object]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, object]]:
         return self.inside.param_groups
 
-    def step(self, closure: object = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:
         self.inside.step()
 
 

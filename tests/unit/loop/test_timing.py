@@ -21,7 +21,7 @@ class FakeEvent:
 
 
 def boundary(index: int, ms: float, reason: str = "", event: FakeEvent | None = None) -> StepEvent:
-    return StepEvent(index=index, host_ns=int(ms * 1e6), event=event, clean=not reason, reason=reason)  # type: ignore[arg-type]
+    return StepEvent(index=index, host_ns=int(ms * 1e6), event=event, clean=not reason, reason=reason)
 
 
 def test_only_clean_intervals_count_and_the_others_are_told_by_reason() -> None:
@@ -85,7 +85,7 @@ def test_lags_are_the_device_behind_the_host_at_clean_boundaries() -> None:
 
 def draw(before_ms: float, after_ms: float, events: tuple[FakeEvent, FakeEvent] | None = None) -> Draw:
     first, last = events or (None, None)
-    return Draw((first, int(before_ms * 1e6)), (last, int(after_ms * 1e6)))  # type: ignore[arg-type]
+    return Draw((first, int(before_ms * 1e6)), (last, int(after_ms * 1e6)))
 
 
 def test_the_devices_time_is_the_step_without_its_waits_for_the_loader() -> None:

@@ -14,7 +14,7 @@ class Process:
 
     def __init__(self, mode: str = "search", *, watched: bool = True, **orders: object) -> None:
         self.now = 100.0
-        session = Session(mode=mode, run_dir="run", script="train.py", **orders)  # type: ignore[arg-type]
+        session = Session(mode=mode, run_dir="run", script="train.py", **orders)
         self.waiting = Waiting(session, watched=watched, clock=lambda: self.now)
 
     def told(self, *events: str, **fields: str) -> Process:

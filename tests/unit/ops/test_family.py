@@ -85,7 +85,7 @@ def test_an_unknown_family_is_told() -> None:
 def toy(monkeypatch: pytest.MonkeyPatch, *reasons: str) -> Family:
     cases = tuple(
         Case(name="toy", shape=(n + 1,), dtype="float32", passes={}, inputs=None, ours=None, eager=None, reference=None,
-             wins=lambda reason=reason: reason)  # type: ignore[arg-type]
+             wins=lambda reason=reason: reason)
         for n, reason in enumerate(reasons)
     )  # fmt: skip
     monkeypatch.setattr(Family, "module", lambda self, name: SimpleNamespace(BENCHMARK=cases))

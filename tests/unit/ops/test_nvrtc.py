@@ -65,7 +65,7 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
 ) -> None:
     kernel = SimpleNamespace(max_dynamic_shared_size_bytes=48 * 1024, kernel="f")  # CUDA has one for all who ask
     cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
@@ -209,8 +209,8 @@ def test_two_threads_that_ask_first_have_one_kernel_with_its_shared_memory(monke
             return self.function
 
     cupy = ModuleType("cupy")
-    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())  # type: ignore[attr-defined]
-    cupy.RawModule = Module  # type: ignore[attr-defined]
+    cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())
+    cupy.RawModule = Module
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
     monkeypatch.setattr(nvrtc, "launched", set())

@@ -49,7 +49,7 @@ def test_a_break_is_told_once_with_its_line() -> None:
     run(torch.ones(2))
     run(torch.ones(3))  # compiled anew, broken at the same line
     (site,) = since.breaks()
-    line = next(i for i, text in enumerate(open(__file__, encoding="utf-8"), 1) if text.endswith("# here\n"))  # noqa: SIM115
+    line = next(i for i, text in enumerate(open(__file__, encoding="utf-8"), 1) if text.endswith("# here\n"))  # noqa: SIM115 – open on purpose
     assert site.source.endswith(f"test_compilations.py:{line}")
     assert "graph_break" in site.what
 

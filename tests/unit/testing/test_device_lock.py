@@ -26,10 +26,10 @@ def test_a_process_measures_one_thing_at_a_time() -> None:
 
 
 def _hold(path: str, entered: object, leave: object) -> None:
-    device_lock.lock_file = lambda device: Path(path)  # type: ignore[assignment]
+    device_lock.lock_file = lambda device: Path(path)
     with device_lock.locked(GPU):
-        entered.set()  # type: ignore[attr-defined]
-        leave.wait()  # type: ignore[attr-defined]
+        entered.set()
+        leave.wait()
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no file locks of this kind")

@@ -69,7 +69,7 @@ def test_a_step_that_inductor_compiled_goes_on_through_every_switch() -> None:
     """torch 2.13 asserts on strides in the code that it generated, and its hint behind that blames a custom operator."""
     loop = make_loop(optimizer=torch.optim.SGD, steps=1)
     plain = loop.optimizer.step
-    loop.optimizer.step = torch.compile(lambda: plain())  # type: ignore[method-assign, assignment]
+    loop.optimizer.step = torch.compile(lambda: plain())
     loop.run(2)
     loop.training.updates_compiled = True
     transform = ChannelsLast()

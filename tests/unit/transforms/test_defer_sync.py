@@ -82,8 +82,8 @@ def test_no_call_waits_for_what_has_arrived(arrived: bool) -> None:
 def test_every_look_at_it_gives_the_plain_number() -> None:
     x, plain = 2.6789, number(2.6789)
     assert f"{plain:.2f}" == f"{x:.2f}"
-    assert "%.3f %s %d" % (plain, plain, plain) == "%.3f %s %d" % (x, x, x)  # noqa: UP031
-    assert "{:.1e}".format(plain) == "{:.1e}".format(x)  # noqa: UP032
+    assert "%.3f %s %d" % (plain, plain, plain) == "%.3f %s %d" % (x, x, x)  # noqa: UP031 – what is tested
+    assert "{:.1e}".format(plain) == "{:.1e}".format(x)  # noqa: UP032 – what is tested
     assert (str(plain), repr(plain), float(plain), int(plain), round(plain, 2), round(plain)) == (
         (str(x), repr(x), float(x), int(x), round(x, 2), round(x))
     )
@@ -121,7 +121,7 @@ def test_every_look_at_it_gives_the_plain_number() -> None:
     assert +plain == x
     assert plain**2 == x**2
     assert 2**plain == 2**x
-    assert "%x" % number(255, torch.int64) == "ff"  # noqa: UP031
+    assert "%x" % number(255, torch.int64) == "ff"  # noqa: UP031 – what is tested
 
 
 @pytest.mark.parametrize("name", ["pow", "and_", "or_", "xor", "lshift", "rshift"])

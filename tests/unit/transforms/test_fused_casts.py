@@ -108,7 +108,7 @@ def test_where_it_would_lose_or_find_nothing_it_is_refused(monkeypatch: pytest.M
     sharded.model.head.weight = nn.Parameter(sharded.model.head.weight.detach().as_subclass(Shard))
     assert "sharded" in FusedCasts().match(sharded.training, {}).reason
     monkeypatch.setattr(nn.parallel.DistributedDataParallel, "__init__", lambda self: nn.Module.__init__(self))
-    ddp = nn.parallel.DistributedDataParallel()  # type: ignore[call-arg]
+    ddp = nn.parallel.DistributedDataParallel()
     ddp.module = loop.model
     for root in (ddp, nn.Sequential(ddp)):
         loop.training.roots[0].module = root

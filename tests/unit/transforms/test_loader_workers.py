@@ -165,7 +165,7 @@ class Packed(Dataset):
 
     def __init__(self, path, *, at_once: bool = False) -> None:
         self.path = path
-        self.file = open(path, "rb") if at_once else None  # noqa: SIM115
+        self.file = open(path, "rb") if at_once else None  # noqa: SIM115 – open on purpose
         if at_once:
             self.file.read(1)  # a buffer's worth
 
@@ -174,7 +174,7 @@ class Packed(Dataset):
 
     def __getitem__(self, index):
         if self.file is None:
-            self.file = open(self.path, "rb")  # noqa: SIM115
+            self.file = open(self.path, "rb")  # noqa: SIM115 – open on purpose
         self.file.seek(index * SIZE)
         time.sleep(0.0005)
         return torch.tensor([index, *set(self.file.read(SIZE))])
@@ -263,7 +263,7 @@ def draw(data, index) -> None:
 
 
 class Memoizing(Remembering):
-    @functools.lru_cache(maxsize=2)  # noqa: B019
+    @functools.lru_cache(maxsize=2)  # noqa: B019 – what is tested
     def cache(self, index):
         return index
 
@@ -293,12 +293,12 @@ def test_what_a_dataset_keeps_is_not_left_to_workers(loop, data) -> None:
 
 
 def open_once(data, index) -> None:
-    data.file = data.file or open(os.devnull)  # noqa: SIM115
+    data.file = data.file or open(os.devnull)  # noqa: SIM115 – open on purpose
 
 
 def open_part(data, index) -> None:
     if index not in data.files:
-        data.files[index] = open(os.devnull)  # noqa: SIM115
+        data.files[index] = open(os.devnull)  # noqa: SIM115 – open on purpose
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def made(
     weights = [torch.nn.Parameter(torch.randn(shape, generator=generator).to(device)) for shape in (*SHAPES, *SHAPES)]
     weights[-1].requires_grad_(False)
     groups = [{"params": weights[:4]}, {"params": weights[4:], "lr": 0.03}]
-    return kind(groups, lr=0.1, fused=True, **options)  # type: ignore[call-arg]
+    return kind(groups, lr=0.1, fused=True, **options)
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ class Planted(Transform):
         self.name, self.clock, self.fails = name, clock, fails
 
     @property
-    def id(self) -> str:  # type: ignore[override]
+    def id(self) -> str:
         return self.name
 
     def match(self, training: Training, parameters: Any) -> Match:

@@ -123,7 +123,7 @@ def test_nhwc_and_half_precision_that_lose_apart_are_tried_as_one() -> None:
 def open_verdict(transform: str, gain: float = 0.02, high: float = 0.05, **changes: object) -> Verdict:
     timing = Check(passed=False, detail="noise", numbers={"gain": gain})
     interval = Interval(low=-0.02, high=high, basis="6 pairs")
-    return dataclasses.replace(SLOW, transform=transform, timing=timing, gain=interval, **changes)  # type: ignore[arg-type]
+    return dataclasses.replace(SLOW, transform=transform, timing=timing, gain=interval, **changes)
 
 
 def test_noise_that_may_hide_a_large_gain_gets_one_more_turn() -> None:

@@ -56,7 +56,7 @@ def told(packages: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, boo
     monkeypatch.setattr(native_writers, "WRITERS", others)
     importlib.import_module("safetensors")
     calls: list[tuple[str, bool]] = []
-    native_writers.announce(lambda path, truncates: calls.append((Path(path).name, truncates)))  # type: ignore[arg-type]
+    native_writers.announce(lambda path, truncates: calls.append((Path(path).name, truncates)))
     return calls
 
 
@@ -76,7 +76,7 @@ def test_a_guard_is_told_before_each_write_and_not_of_reads(told, tmp_path) -> N
 def test_names_taken_from_a_package_later_are_the_wrapped_ones(told, tmp_path) -> None:
     names: dict[str, object] = {}
     exec("from cv2 import imwrite", names)
-    names["imwrite"](tmp_path / "a.png", None)  # type: ignore[operator]
+    names["imwrite"](tmp_path / "a.png", None)
     assert told == [("a.png", True)]
 
 

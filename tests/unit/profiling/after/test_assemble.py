@@ -163,8 +163,8 @@ def test_a_broken_trace_is_a_note(run: Path, text: str) -> None:
 
 def test_values_of_the_wrong_type_in_a_trace_are_a_note(run: Path) -> None:
     trace = traced().trace()
-    trace.ops.start_ns[0] = "soon"  # type: ignore[call-overload]
-    trace.step_bounds_ns[1] = "late"  # type: ignore[call-overload]
+    trace.ops.start_ns[0] = "soon"
+    trace.step_bounds_ns[1] = "late"
     save_trace(run / "trace.json", trace)
     assert any("not those of a trace" in note for note in assemble(run, MACHINE).notes)
 

@@ -40,7 +40,7 @@ def command(before: str = "") -> ScriptCommand:
 
 
 def session(run_dir: Path, **orders: object) -> Session:
-    return Session(mode="measure", script="train.py", run_dir=str(run_dir), protect_files=True, **orders)  # type: ignore[arg-type]
+    return Session(mode="measure", script="train.py", run_dir=str(run_dir), protect_files=True, **orders)
 
 
 def told(output: Path) -> list[list[str]]:

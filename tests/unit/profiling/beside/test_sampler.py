@@ -33,7 +33,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 
 def record(**options: object) -> Recording:
     """A recording of at least five samples."""
-    taken = Sampler(0.01, **options)  # type: ignore[arg-type]
+    taken = Sampler(0.01, **options)
     taken.start()
     samples(taken, 5)
     return taken.stop()

@@ -23,7 +23,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     while torch._C._len_torch_function_stack():  # a failing test must not fail the next
         torch._C._pop_torch_function_stack()
-    nn.Module.__call__ = ORIGINAL_CALL  # type: ignore[method-assign]
+    nn.Module.__call__ = ORIGINAL_CALL
 
 
 def roots(module: nn.Module, name: str = "Net") -> list[RootModule]:
@@ -95,13 +95,13 @@ def test_a_later_patch_by_someone_else_survives() -> None:
     def theirs(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return ours(module, *args, **kwargs)
 
-    nn.Module.__call__ = theirs  # type: ignore[method-assign]
+    nn.Module.__call__ = theirs
     try:
         annotator.stop()
         assert nn.Module.__call__ is theirs
         assert nn.Linear(2, 2)(torch.zeros(1, 2)).shape == (1, 2)
     finally:
-        nn.Module.__call__ = call  # type: ignore[method-assign]
+        nn.Module.__call__ = call
 
 
 def test_a_users_mode_that_ends_inside_the_window_takes_its_own_mode_off() -> None:
@@ -169,9 +169,9 @@ def test_a_fault_of_ours_ends_the_annotation_and_not_the_call(monkeypatch: pytes
 
 def test_lines_are_left_out_when_dynamo_has_compiled_something(monkeypatch: pytest.MonkeyPatch) -> None:
     class Utils:
-        counters = {"stats": {"unique_graphs": 1}}  # noqa: RUF012
+        counters = {"stats": {"unique_graphs": 1}}  # noqa: RUF012 – as in the class it stands for
 
-    monkeypatch.setitem(annotate.sys.modules, "torch._dynamo.utils", Utils)  # type: ignore[arg-type]
+    monkeypatch.setitem(annotate.sys.modules, "torch._dynamo.utils", Utils)
     annotator = Annotator()
     annotator.start()
     try:

@@ -70,8 +70,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     torch.set_num_threads(1)
     gc.collect()
     fake = types.ModuleType("advisor.profiling.inside.collector")
-    fake.DETAIL_LIMIT, fake.TRACED_SLOWDOWN = 1000, 2.0  # type: ignore[attr-defined]
-    fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})  # type: ignore[attr-defined]
+    fake.DETAIL_LIMIT, fake.TRACED_SLOWDOWN = 1000, 2.0
+    fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})
     monkeypatch.setitem(sys.modules, "advisor.profiling.inside.collector", fake)
     # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
     monkeypatch.setattr("advisor.loop.steps.LISTENER_NS", 10**12)
@@ -85,7 +85,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
             "warmup": 5,
             "steps": 6,
         }
-        session = Session(**{**values, **options})  # type: ignore[arg-type]
+        session = Session(**{**values, **options})
         training, watcher = attach_training(session)
         assert Attached.discovery is not None
         driver = ProfileDriver(training, session, watcher, Attached.discovery)

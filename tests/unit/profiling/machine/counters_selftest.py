@@ -192,7 +192,7 @@ def _cost(counters: DramCounters) -> None:
     images = torch.randn(64, 64, 56, 56, device="cuda")
 
     def step() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
         net(images).sum().backward()
         end.record()
