@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -42,6 +43,13 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
 
 
+def _imported(name: str) -> click.Command:
+    module, attribute, _ = COMMANDS[name]
+    command = getattr(import_module(f"advisor.cli.{module}"), attribute)
+    assert isinstance(command, click.Command)  # a line of COMMANDS names something else
+    return command
+
+
 class AdvisorGroup(Group):
     """Imports a command when it is called, and turns every failure into one line on stderr and the right exit code."""
 
@@ -49,16 +57,7 @@ class AdvisorGroup(Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        return self.load(cmd_name)
-
-    def load(self, cmd_name: str) -> click.Command | None:
-        """A command by its name, imported now."""
-        if cmd_name not in COMMANDS:
-            return None
-        module, attribute, _ = COMMANDS[cmd_name]
-        command = getattr(import_module(f"advisor.cli.{module}"), attribute)
-        assert isinstance(command, click.Command)  # a line of COMMANDS names something else
-        return command
+        return _imported(cmd_name) if cmd_name in COMMANDS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -75,7 +74,8 @@ class AdvisorGroup(Group):
         chosen, command, _ = found
         if command is not None and chosen is not None:
             # Only where a command runs: its help and its page in the docs are the same everywhere.
-            ctx.default_map = {**(ctx.default_map or {}), chosen: settings.defaults(command, chosen, tuple(COMMANDS))}
+            every = {name: partial(_imported, name) for name in COMMANDS}
+            ctx.default_map = {**(ctx.default_map or {}), chosen: settings.defaults(command, chosen, every)}
         return found
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

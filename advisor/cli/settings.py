@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,11 @@ from advisor.core.errors import AdvisorError, cause
 FILE, TABLE = "pyproject.toml", "tool.advisor"
 
 
-def defaults(command: click.Command, name: str, names: tuple[str, ...]) -> dict[str, Any]:
+def defaults(command: click.Command, name: str, every: Mapping[str, Callable[[], click.Command]]) -> dict[str, Any]:
     """What pyproject.toml says for this command, by parameter.
 
     Args:
-        names: of all commands, whose tables may stand beside it.
+        every: all commands by name, whose tables may stand beside it; each is loaded only where a key may be its own.
 
     Raises:
         AdvisorError: for a file that cannot be read, and for a key that no option has.
@@ -30,8 +31,9 @@ def defaults(command: click.Command, name: str, names: tuple[str, ...]) -> dict[
     if not table:
         return {}
     options = _options(command)
-    shared = {key: value for key, value in table.items() if key not in names}
-    _check(shared, path, TABLE, None)
+    shared = {key: value for key, value in table.items() if key not in every}
+    if shared:
+        _check(shared, path, TABLE, {key: to for load in every.values() for key, to in _options(load()).items()})
     own = table.get(name, {})
     if not isinstance(own, dict):
         raise AdvisorError(f"{path}: {TABLE}.{name} is {own!r}", expected="a table of options")
@@ -83,16 +85,8 @@ def _options(command: click.Command) -> dict[str, str]:
     }
 
 
-def _check(given: dict[str, Any], path: Path, table: str, options: dict[str, str] | None) -> None:
+def _check(given: dict[str, Any], path: Path, table: str, options: dict[str, str]) -> None:
     """Raises AdvisorError for a key that no option has; of shared keys any option's will do."""
-    if options is None:
-        from advisor.cli.main import cli
-
-        context = click.Context(cli)
-        options = {}
-        for name in cli.list_commands(context) if given else ():
-            if (command := cli.load(name)) is not None:
-                options |= _options(command)
     for key in given:
         if key not in options:
             near = difflib.get_close_matches(key, options, 1)

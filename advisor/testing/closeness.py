@@ -22,8 +22,8 @@ from advisor.loop.discover import LOOK_STEPS
 from advisor.loop.session import Session
 from advisor.loop.training import RootModule, Training
 from advisor.testing.device_lock import alone
+from advisor.testing.hooked import found_in
 from advisor.testing.live import LiveStep
-from advisor.testing.measuring import found_in
 from advisor.trials.numerics.gate import Gate
 
 _WRAPPERS = ("_orig_mod.", "module.")

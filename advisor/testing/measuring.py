@@ -24,15 +24,9 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import Site, StepProfile
 from advisor.core.stderr import say
-from advisor.loop import attach as attached
-from advisor.loop import discover, steps
 from advisor.loop.compiles import Compilations
-from advisor.loop.discover import LOOK_STEPS
-from advisor.loop.patches import Patches
-from advisor.loop.period import MAX_PERIOD
 from advisor.loop.records import SESSION_FILE
 from advisor.loop.session import Session
-from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
 from advisor.profiling.after.assemble import assemble
 from advisor.profiling.inside.driver import ProfileDriver
@@ -41,15 +35,12 @@ from advisor.profiling.machine import environment
 from advisor.testing import allocations, host_reads
 from advisor.testing.compilations import CompiledRuns
 from advisor.testing.device_lock import alone, locked
+from advisor.testing.hooked import PLAN_CALLS, found_in, observed
 from advisor.testing.live import LiveStep
 from advisor.testing.measured import Measured
 from advisor.testing.quantities import Beyond
-from advisor.trials.kept import PATIENCE, RunDriver
 from advisor.userfiles import restore
 
-# In which `advisor.enable` has found what its plan is about, or has given up: while another optimizer is alive (the test
-# before's, the other model's) which calls make a step shows once they go on without it.
-PLAN_CALLS = MAX_PERIOD + LOOK_STEPS + PATIENCE + 2
 MOST_CALLS = 10_000  # of a step that never counts as one; the driver gives up long before
 
 
@@ -201,35 +192,6 @@ def training_step(
     return step
 
 
-@contextmanager
-def found_in(
-    device: torch.device, session: Session, *, keep_inputs: bool
-) -> Iterator[tuple[Training, StepWatcher, discover.Discovery]]:
-    """The process is hooked inside: `watcher.mark()` ends a step, `training` fills up. All hooks are gone afterwards.
-
-    Raises:
-        AdvisorError: when the process is observed by `advisor` already.
-    """
-    if _observed() and RunDriver.current is not None:
-        raise AdvisorError(
-            f"the plan that was enabled is not in effect after {PLAN_CALLS} calls of the step",
-            expected="a step that trains: with a backward pass and an optimizer's step()",
-            fix="Measure what the plan was made for, or call advisor.disable() before.",
-        )
-    if _observed():
-        raise AdvisorError("advisor observes this process already", fix="Run the tests without `advisor profile`.")
-    patches = Patches()
-    training = Training(device=device)
-    try:
-        watcher = steps.attach(training, session, patches)
-        discovery = discover.attach(training, watcher, keep_inputs=keep_inputs)
-        # From the first mark on only marks count, and it begins the look at the modules.
-        watcher.mark()
-        yield training, watcher, discovery
-    finally:
-        patches.restore_all()
-
-
 def _check(step: Callable[[], Any], warmup: int, steps: int, detail_steps: int) -> None:
     if not callable(step):
         raise AdvisorError(f"the step is {type(step).__name__}", expected="a callable without arguments")
@@ -249,7 +211,7 @@ def _first_call(step: Callable[[], Any], device: torch.device | None) -> tuple[t
     with CompiledRuns() as runs:
         result = step()
         for _ in range(PLAN_CALLS):
-            if not _observed():
+            if not observed():
                 break
             step()
     if inspect.isawaitable(result):
@@ -261,12 +223,6 @@ def _first_call(step: Callable[[], Any], device: torch.device | None) -> tuple[t
         ]
         device = torch.device("cuda", grown[0]) if grown else torch.device("cpu")
     return device, runs.seen
-
-
-def _observed() -> bool:
-    """Advisor's own hooks are on: `advisor profile` runs the tests, or a plan's items are not all on yet."""
-    other = attached.Attached.watcher
-    return other is not None and other.patches.active
 
 
 def _requests() -> list[int]:

@@ -9,14 +9,12 @@ import contextlib
 import errno
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import unquote, urlsplit
 
 from advisor.core.stderr import say
 from advisor.userfiles import journal, programs
-
-if TYPE_CHECKING:
-    from advisor.userfiles.guard import Guard
 
 # An open with one of these changes what is there, or makes it: without O_WRONLY too.
 WRITE = os.O_WRONLY | os.O_RDWR | os.O_TRUNC | os.O_CREAT
@@ -27,7 +25,35 @@ _PROGRAM_BYTES = 1 << 30
 STARTS = frozenset({"subprocess.Popen", "os.system", "os.posix_spawn", "os.exec"})
 
 
-def hook_of(guard: Guard) -> Callable[[str, tuple[Any, ...]], None]:
+class Keeper(Protocol):
+    """What is told of events, and keeps what is about to be lost: guard.py's Guard."""
+
+    root: Path
+    program_bytes: int
+
+    def about_to(self, event: str, args: tuple[Any, ...]) -> None:
+        """The script is about to do this."""
+
+    def touch(self, path: object, *, truncates: bool = False) -> None:
+        """A file is about to be changed in place."""
+
+    def losing(self, path: object) -> None:
+        """A name is about to be gone, or to be another file's."""
+
+    def written_at(self, path: str | bytes | os.PathLike[str], *, truncates: bool) -> None:
+        """A file is about to be opened for writing."""
+
+    def keep_settings(self, path: str, *, folder: bool = False) -> None:
+        """Permissions and times are about to change."""
+
+    def absolute(self, path: object) -> str | None:
+        """The path in full; None for what is none of the user's."""
+
+    def holds(self, path: object) -> bool:
+        """Whether it is a folder with files in it that are set aside."""
+
+
+def hook_of(guard: Keeper) -> Callable[[str, tuple[Any, ...]], None]:
     """What is called at every audit event of the process. A function: every `id()` is an event, an optimizer's step has two a
     parameter, and Python looks for an attribute that a bound method takes 1.2 µs to say it lacks.
     """
@@ -59,7 +85,7 @@ def _named(path: object) -> str | None:
         return None
 
 
-def _stays(guard: Guard, path: object) -> None:
+def _stays(guard: Keeper, path: object) -> None:
     """The script wipes or moves a folder of its own, and the run folder lies in it.
 
     Raises:
@@ -69,20 +95,20 @@ def _stays(guard: Guard, path: object) -> None:
         raise OSError(errno.EBUSY, "the files that were set aside lie in there until they are put back")
 
 
-def _open(guard: Guard, path: object, mode: object, flags: object = 0) -> None:
+def _open(guard: Keeper, path: object, mode: object, flags: object = 0) -> None:
     if not isinstance(flags, int) or not flags & WRITE:
         return
     if isinstance(path, (str, bytes, os.PathLike)):
         guard.written_at(path, truncates=flags & _ANEW == _ANEW)
 
 
-def _remove(guard: Guard, path: object, dir_fd: int = -1) -> None:
+def _remove(guard: Keeper, path: object, dir_fd: int = -1) -> None:
     target = below(path, dir_fd)
     _stays(guard, target)
     guard.losing(target)
 
 
-def _rename(guard: Guard, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
+def _rename(guard: Keeper, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
     source, target = below(source, source_fd), below(target, target_fd)
     _stays(guard, source)
     here = guard.absolute(source)
@@ -99,14 +125,14 @@ def _rename(guard: Guard, source: object, target: object, source_fd: int = -1, t
     guard.losing(target)
 
 
-def _made(guard: Guard, path: object, _mode: object = None, dir_fd: int = -1) -> None:
+def _made(guard: Keeper, path: object, _mode: object = None, dir_fd: int = -1) -> None:
     target = guard.absolute(below(path, dir_fd))
     if target is not None and not os.path.lexists(target):
         guard.keep_settings(os.path.dirname(target), folder=True)
         journal.note(guard.root, action="made", path=target)
 
 
-def _unmade(guard: Guard, path: object, dir_fd: int = -1) -> None:
+def _unmade(guard: Keeper, path: object, dir_fd: int = -1) -> None:
     where = below(path, dir_fd)
     _stays(guard, where)
     target = guard.absolute(where)
@@ -114,13 +140,13 @@ def _unmade(guard: Guard, path: object, dir_fd: int = -1) -> None:
         _gone(guard, target)
 
 
-def _gone(guard: Guard, folder: str) -> None:
+def _gone(guard: Keeper, folder: str) -> None:
     guard.keep_settings(os.path.dirname(folder), folder=True)
     guard.keep_settings(folder, folder=True)
     journal.note(guard.root, action="unmade", path=folder)
 
 
-def _linked(guard: Guard, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
+def _linked(guard: Keeper, source: object, target: object, source_fd: int = -1, target_fd: int = -1) -> None:
     source = below(source, source_fd)
     if isinstance(source, (str, bytes, os.PathLike)):  # what is written under the new name is in this file too
         for place in dict.fromkeys((source, os.path.realpath(source))):
@@ -128,23 +154,23 @@ def _linked(guard: Guard, source: object, target: object, source_fd: int = -1, t
     guard.losing(below(target, target_fd))
 
 
-def _symlinked(guard: Guard, _source: object, target: object, dir_fd: int = -1) -> None:
+def _symlinked(guard: Keeper, _source: object, target: object, dir_fd: int = -1) -> None:
     guard.losing(below(target, dir_fd))
 
 
-def _truncated(guard: Guard, path: object, *_rest: object) -> None:
+def _truncated(guard: Keeper, path: object, *_rest: object) -> None:
     if isinstance(path, (str, bytes, os.PathLike)):
         guard.written_at(path, truncates=False)
 
 
-def _set(guard: Guard, path: object, *rest: object) -> None:
+def _set(guard: Keeper, path: object, *rest: object) -> None:
     """Mode, owner or times of a file or folder: the last argument is the folder that a relative name is of."""
     named = _named(below(path, rest[-1] if rest and not isinstance(path, int) else -1))
     if named is not None:
         guard.keep_settings(os.path.realpath(named))
 
 
-def _database(guard: Guard, database: object) -> None:
+def _database(guard: Keeper, database: object) -> None:
     # SQLite writes natively, and beside the file that a link or a URI names: part of the database is in its logs.
     if not isinstance(database, (str, bytes, os.PathLike)):
         return
@@ -159,7 +185,7 @@ def _database(guard: Guard, database: object) -> None:
             guard.touch(os.path.realpath(name) + ending)
 
 
-def _rmtree(guard: Guard, path: object, dir_fd: object = None) -> None:
+def _rmtree(guard: Keeper, path: object, dir_fd: object = None) -> None:
     # Its own removals carry names relative to open folders; walking first works on every platform.
     top = guard.absolute(below(path, dir_fd))
     if top is None or os.path.islink(top):
@@ -175,7 +201,7 @@ def _rmtree(guard: Guard, path: object, dir_fd: object = None) -> None:
 
 
 def _program(
-    guard: Guard, executable: object, arguments: object, cwd: object = None, environment: object = None
+    guard: Keeper, executable: object, arguments: object, cwd: object = None, environment: object = None
 ) -> None:
     for path in programs.named(executable, arguments, cwd, environment):
         if programs.takes_away(executable, arguments):
@@ -190,7 +216,7 @@ def _program(
                 _gone(guard, target)
 
 
-def _named_to_program(guard: Guard, path: str) -> None:
+def _named_to_program(guard: Keeper, path: str) -> None:
     """As `Guard.touch`, of a link and of what it points to, while there is room."""
     for place in dict.fromkeys((path, os.path.realpath(path))):
         with contextlib.suppress(OSError):

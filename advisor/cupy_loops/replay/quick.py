@@ -5,17 +5,33 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
-from advisor.cupy_loops.replay.calls import same
-
-if TYPE_CHECKING:
-    from advisor.cupy_loops.replay.recorder import Recorder
+from advisor.cupy_loops.replay.calls import Entry, same
+from advisor.loop.patches import Patches
 
 OTHERS_WAIT_S = 1.0  # for another thread that reads arrays of a step; a step is rarely as long
 
 
-def wrapped(recorder: Recorder, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+class Replaying(Protocol):
+    """Whoever replays steps, as far as a call has to know it."""
+
+    thread: int
+    patches: Patches
+    inside: bool  # a call of the step's is being looked at
+    expected: Entry | None  # the next call of a replayed step; None: between steps, or no step is replayed
+    at: list[Any]  # by place: what the script holds of this step
+    cursor: int  # how many calls of the step are answered
+    launched: int  # and how many filled
+
+    def handle(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """One outermost call of the loop's."""
+
+    def end(self) -> None:
+        """All calls of the step are answered."""
+
+
+def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """What stands in the place of `plain`. The usual call, the recorded one with the recorded arrays, is answered right here; all others
     by `recorder.handle`.
     """
@@ -28,26 +44,23 @@ def wrapped(recorder: Recorder, name: str, plain: Callable[..., Any]) -> Callabl
             return plain(*args, **kwargs)
         entry = recorder.expected
         if entry is not None and entry.name == name and entry.quick and not kwargs and len(args) == entry.size:
-            at = recorder.at
+            at, usual = recorder.at, True
             for position, place in entry.arrays:
                 if args[position] is not at[place]:
+                    usual = False
                     break
-            else:
-                for position, constant in entry.constants:
-                    value = args[position]
-                    if value is not constant and not same(value, constant):
-                        break
-                else:
-                    result = at[entry.gives[0]]
-                    recorder.cursor += 1
-                    recorder.expected = entry.next
-                    if entry.next is None:
-                        recorder.inside = True
-                        try:
-                            recorder.end()
-                        finally:
-                            recorder.inside = False
-                    return result
+            for position, constant in entry.constants if usual else ():
+                value = args[position]
+                if value is not constant and not same(value, constant):
+                    usual = False
+                    break
+            if usual:
+                recorder.cursor += 1
+                recorder.expected = entry.next
+                result = at[entry.gives[0]]
+                if entry.next is None:
+                    _end(recorder)
+                return result
         recorder.inside = True
         try:
             return recorder.handle(name, plain, args, kwargs)
@@ -57,7 +70,15 @@ def wrapped(recorder: Recorder, name: str, plain: Callable[..., Any]) -> Callabl
     return call
 
 
-def _wait(recorder: Recorder) -> None:
+def _end(recorder: Replaying) -> None:
+    recorder.inside = True
+    try:
+        recorder.end()
+    finally:
+        recorder.inside = False
+
+
+def _wait(recorder: Replaying) -> None:
     """Another thread is about to read what may still be to be filled: it waits for the end of the step."""
     until = time.monotonic() + OTHERS_WAIT_S
     while recorder.cursor > recorder.launched and time.monotonic() < until:

@@ -21,6 +21,7 @@ from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.beside import loaded_beside
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
+from advisor.cupy_loops.replay.incoming import Incoming
 from advisor.cupy_loops.replay.understand import CannotCapture, understand
 from advisor.loop.patches import Patches
 
@@ -62,10 +63,7 @@ class Recorder:
         self._arenas: list[Arena] = []
         self._turn = 0
         self.at: list[Any] = []  # by place: what the script holds of this step
-        self._bound: dict[int, Any] = {}  # place → what came in there, and is not yet where the graph reads it
-        self._outside: dict[int, Any] = {}  # place → what came in there in this step
-        self._numbers: dict[int, Any] = {}
-        self._promised: list[tuple[int, Any]] = []  # arrays of the script's own that are to be filled
+        self._incoming = Incoming()
         self._kept_by_script: set[int] = set()  # entries whose arrays it holds for longer than a step
         self.cursor = self.launched = 0
         self._collected = self._judged = self._since = self._in_a_row = 0
@@ -155,8 +153,7 @@ class Recorder:
     # -- replaying --------------------------------------------------------------------------------------------------
 
     def _replay(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        program = self.program
-        assert program is not None
+        program = self._program()
         cursor = self.cursor
         entry = program.entries[cursor]
         if cursor == 0:
@@ -177,6 +174,10 @@ class Recorder:
             self.end()
         return result
 
+    def _program(self) -> Program:
+        assert self.program is not None  # while a step is replayed
+        return self.program
+
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
         if self.wrong:
@@ -188,7 +189,7 @@ class Recorder:
         if self._arenas[self._turn].held() and not self._other_turn():
             return False
         self.at = list(self._arenas[self._turn].at)
-        self._clear()
+        self._incoming.clear()
         return self._fits(entry, args, kwargs)
 
     def _other_turn(self) -> bool:
@@ -206,11 +207,6 @@ class Recorder:
             self._hand_out(held)
             return False
         return True
-
-    def _clear(self) -> None:
-        self._bound.clear()
-        self._outside.clear()
-        self._numbers.clear()
 
     def _fits(self, entry: Entry, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if len(args) != entry.size or ((kwargs or entry.keys) and tuple(sorted(kwargs)) != entry.keys):
@@ -232,7 +228,7 @@ class Recorder:
             value = values[position]
             if type(value) not in (float, int, np.float64):
                 return False
-            self._numbers[number] = value
+            self._incoming.numbers[number] = value
         for position, places in entry.nested:
             items = values[position]
             if not isinstance(items, (list, tuple)) or len(items) != len(places):
@@ -247,16 +243,15 @@ class Recorder:
 
     def _comes_in(self, place: int, value: Any) -> bool:
         """Whether this array may come in at a place that is filled from outside; then it does, once a step."""
-        program = self.program
-        assert program is not None
+        program = self._program()
         like = program.given.get(place)
-        if like is None or place in self._outside or not isinstance(value, self.array):
+        if like is None or place in self._incoming.outside or not isinstance(value, self.array):
             return False
         if value.shape != like.shape or value.dtype != like.dtype:
             return False
         if value.base is not None and id(value.base) in self._arenas[self._turn].owned:
             return False  # a view that no call made, of what is still to be filled
-        self.at[place] = self._bound[place] = self._outside[place] = value
+        self.at[place] = self._incoming.bound[place] = self._incoming.outside[place] = value
         return True
 
     def _make(self, entry: Entry, cursor: int, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -265,8 +260,8 @@ class Recorder:
             self._launch(cursor)
         result = plain(*args, **kwargs)
         for _, place in entry.arrays:
-            if place in self._outside:  # it may have been changed
-                self._bound[place] = self._outside[place]
+            if place in self._incoming.outside:  # it may have been changed
+                self._incoming.bound[place] = self._incoming.outside[place]
         if entry.how != "made":
             return result
         values, arena = list(arrays_of(result, self.array)), self._arenas[self._turn]
@@ -279,21 +274,20 @@ class Recorder:
             return result
         for place, value in zip(entry.gives, values, strict=True):
             if value is not self.at[place]:
-                self.at[place] = self._bound[place] = self._outside[place] = value
+                self.at[place] = self._incoming.bound[place] = self._incoming.outside[place] = value
         return result
 
     def _promise(self, entry: Entry) -> Any:
         """Arrays of the script's own, filled as soon as the graph is launched."""
         for place in entry.gives:
             self.at[place] = made = self.module.empty_like(self._arenas[self._turn].at[place])
-            self._promised.append((place, made))
+            self._incoming.promised.append((place, made))
         found = [self.at[place] for place in entry.gives]
         return found[0] if entry.single else found
 
     def _hand_out(self, places: list[int]) -> None:
         """The script holds these arrays for longer than a step: record anew, and give it arrays of its own there."""
-        program = self.program
-        assert program is not None
+        program = self._program()
         self._kept_by_script.update(program.results[place] for place in places)
         self._in_a_row = LEARN_AGAIN
         self._note_broken("the script holds arrays of earlier steps")
@@ -301,7 +295,7 @@ class Recorder:
     def _launch(self, until: int) -> None:
         """Fill what the calls up to `until` have promised."""
         arena = self._arenas[self._turn]
-        self._fill(arena)
+        self._incoming.fill(arena)
         for segment in self.segments:
             if self.launched <= segment[0] and segment[1] <= until:
                 if segment in arena.checked:
@@ -311,40 +305,16 @@ class Recorder:
                     wrong = checked.launched(self.backend, arena, segment)
                     self.wrong = self.wrong or wrong
         self.launched = until
-        self._copy_back(arena)
-        self._keep_promises(arena)
-
-    def _keep_promises(self, arena: Arena) -> None:
-        for place, made in self._promised:
-            made[...] = arena.at[place]
-        self._promised.clear()
-
-    def _fill(self, arena: Arena) -> None:
-        for place, value in self._bound.items():
-            arena.at[place][...] = value
-        self._bound.clear()
-        for number, value in self._numbers.items():
-            arena.scalars[number].fill(value)
-        self._numbers.clear()
-
-    def _copy_back(self, arena: Arena) -> None:
-        """What came from outside and is changed in place, the script sees changed."""
-        program = self.program
-        assert program is not None
-        for place in program.written:
-            value = self._outside.get(place)
-            if value is not None:
-                value[...] = arena.at[place]
+        self._incoming.give_back(arena, self._program().written)
 
     def end(self) -> None:
-        program = self.program
-        assert program is not None
+        program = self._program()
         self._launch(len(program.entries))
         self.cursor = self.launched = 0
         self.expected = None
         self._turn = 1 - self._turn
         self.at = []
-        self._clear()
+        self._incoming.clear()
         self.replayed += 1
         self._since += 1
         self._in_a_row = 0
@@ -370,15 +340,14 @@ class Recorder:
     def _make_real(self) -> None:
         """What was answered in this step and not filled is made, call by call."""
         arena = self._arenas[self._turn]
-        self._fill(arena)
+        self._incoming.fill(arena)
         arena.again(self.launched, self.cursor)
-        self._copy_back(arena)
-        self._keep_promises(arena)
+        self._incoming.give_back(arena, self._program().written)
         self.cursor = self.launched = 0
         self.expected = None
         self._turn = 1 - self._turn
         self.at = []
-        self._clear()
+        self._incoming.clear()
 
     def _note_broken(self, why: str) -> None:
         self.broken += 1

@@ -10,10 +10,11 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from weakref import ref
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from advisor.core.errors import first_line
@@ -28,9 +29,6 @@ from advisor.transforms.graphs.replaying import Replay, serving
 from advisor.transforms.patch import is_script
 from advisor.transforms.targets import data_parallel
 
-if TYPE_CHECKING:
-    from advisor.transforms.graphs.layer import GraphLayer
-
 # Eager calls of a kind before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
 WARM_CALLS = 3
 # A loop with more kinds of calls than this gains nothing from graphs and would fill the memory with their pools.
@@ -44,6 +42,19 @@ WORTH_REPLAYS, _MOST_OUTDATED = 20, 3
 TWICE = "its gradients are differentiated once more (create_graph), which no replay can be"
 
 
+class Settings(Protocol):
+    """What holds for all forwards of one layer: layer.py's GraphLayer."""
+
+    beside: bool  # weight gradients are captured on a stream of their own
+    reducers: list[ref[DistributedDataParallel]]  # wrappers of one process around the module
+
+    def reducers_rest(self) -> bool:
+        """Whether no wrapper counts gradients."""
+
+    def descend(self, module: torch.nn.Module) -> None:
+        """Graph the larger parts of a module whose forward cannot be captured."""
+
+
 class GraphedForward:
     """What stands for one inner forward: replays where a captured graph fits, else the inner forward itself.
 
@@ -51,7 +62,7 @@ class GraphedForward:
         layer: whose settings hold, and who has wrappers around the module.
     """
 
-    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module, layer: GraphLayer) -> None:
+    def __init__(self, inner: Callable[..., Any], module: torch.nn.Module, layer: Settings) -> None:
         self.inner = inner
         self.layer = layer
         self.module = ref(module)
