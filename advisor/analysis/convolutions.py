@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from advisor.analysis.conv import bias_row
 from advisor.analysis.view import HALF, View, is_own, is_strict_fp32, shapes_of
-from advisor.core import layers
+from advisor.core import architectures, layers
 from advisor.core.environment import Environment
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
 from advisor.core.roofline import limit_us, matrix_tflops
@@ -224,7 +224,7 @@ def _reasons(view: View, row: KernelRow, conversions: Iterable[KernelRow]) -> It
         if odd:
             yield f"{' and '.join(dict.fromkeys(odd))} channels a group are no multiple of {OCTET}"
     generation = _GENERATION.search(row.name) if row.tensor_core else None
-    if generation and environment.sm_arch >= 90 > int(generation.group(1)):
+    if generation and environment.sm_arch >= architectures.HOPPER > int(generation.group(1)):
         yield f"a kernel written for sm_{generation.group(1)} on sm_{environment.sm_arch}"
     if any(True for _ in conversions):
         yield "NCHW is converted around it" if row.layout == "nchw" else "operands are copied around it"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from advisor.analysis.view import HALF, MATRIX, View
+from advisor.core import architectures
 from advisor.core.metrics import SPECS, MetricTable
 from advisor.core.provenance import Provenance
 
@@ -80,5 +81,5 @@ def only_carried(view: View, table: MetricTable) -> None:
         nhwc = sum(row.time_us for row in convs if row.layout == "nhwc")
         table.set("channels_last", nhwc > 0.5 * sum(row.time_us for row in convs))
     if view.on_gpu and view.profile.environment.sm_arch:
-        newer = view.profile.environment.sm_arch >= 80
+        newer = view.profile.environment.sm_arch >= architectures.BF16
         table.set("bf16_supported", newer, Provenance.MODELLED, "by the GPU's architecture")

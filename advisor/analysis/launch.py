@@ -6,16 +6,13 @@ import math
 
 from advisor.analysis.time import NO_ROWS, NO_STEP
 from advisor.analysis.view import View, launches
+from advisor.core import architectures
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
 
 SHORT_US = 10.0  # by the definition of short_kernel_frac
 WARP = 32
-# Threads and blocks that an SM holds at most, by compute capability (CUDA C++ programming guide, "Technical Specifications per
-# Compute Capability"); 2048 and 32, of the data centre's GPUs, elsewhere.
-RESIDENT = {75: (1024, 16), 86: (1536, 16), 87: (1536, 16), 89: (1536, 24), 120: (1536, 24), 121: (1536, 24)}
-DATA_CENTRE = (2048, 32)
 
 
 def extent(text: str) -> int:
@@ -78,10 +75,10 @@ def _geometry(view: View, table: MetricTable) -> None:
             table.miss(name, "the number of SMs is not known")
         return
     table.set("small_grid_frac", view.share(lambda row: 0 < extent(row.grid) < multiprocessors))
-    threads, blocks = RESIDENT.get(view.profile.environment.sm_arch, DATA_CENTRE)
+    holds = architectures.of(view.profile.environment.sm_arch)
     lost = 0.0
     for row in shaped:
-        resident = max(1, min(blocks, threads // extent(row.block)))
+        resident = max(1, min(holds.blocks, holds.threads // extent(row.block)))
         waves = extent(row.grid) / (multiprocessors * resident)
         if waves > 1:
             lost += row.time_us * (1 - waves / math.ceil(waves))

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from advisor.analysis.time import no_limit
 from advisor.analysis.view import View
+from advisor.core import architectures
 from advisor.core.metrics import MetricTable
 from advisor.core.provenance import Provenance
 
 # A matrix rate is repeatable to a few per cent: below a tenth, two rates do not differ.
 FASTER = 1.1
-# bf16 tensor cores begin with Ampere (CUDA C++ programming guide, "Arithmetic Instructions"): before, no rate is measured.
-BF16_ARCH = 80
 
 
 def fill(view: View, table: MetricTable) -> None:
@@ -37,7 +36,7 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("copy_gbps", "the machine's rates were not measured")
     if rates.get("bf16", 0.0) > 0 and rates.get("fp32", 0.0) > 0:
         table.set("bf16_supported", rates["bf16"] > FASTER * rates["fp32"], provenance)
-    elif view.on_gpu and 0 < machine.sm_arch < BF16_ARCH:
+    elif view.on_gpu and 0 < machine.sm_arch < architectures.BF16:
         table.set("bf16_supported", False, Provenance.MODELLED, f"sm_{machine.sm_arch} has no bf16 tensor cores")
     else:
         table.miss("bf16_supported", "needs measured bf16 and fp32 matrix rates")

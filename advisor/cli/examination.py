@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from advisor.core import architectures
 from advisor.core.cache import cache_dir
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
@@ -28,7 +29,6 @@ from advisor.profiling.machine import counters, environment, nvml
 
 OLDEST_PYTHON = (3, 10)
 OLDEST_TORCH = (2, 8)
-GPU_TESTED_ARCH = 80  # bundled kernels use bf16 and asynchronous copies, which begin with Ampere
 SLOW_CLOCK_FRAC = 0.5  # a GPU whose SM clock under no load is locked this far down will not reach its rates
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 _PARAMETERS = Path("/proc/driver/nvidia/params")
@@ -214,7 +214,7 @@ def _driver(facts: Facts) -> Check:
             name="Driver", status=Status.MISSING, found=f"{text}: runs CUDA {runs}, torch needs {wanted}", fix=fix
         )
     arch = facts.environment.sm_arch if facts.environment else 0
-    if 0 < arch < GPU_TESTED_ARCH:
+    if 0 < arch < architectures.BUNDLED_KERNELS:
         fix = "Profiling and PyTorch's own options work; bundled kernels need Ampere (sm_80) or newer."
         return Check(name="Driver", status=Status.WARN, found=f"{text} (sm_{arch})", fix=fix)
     return Check(name="Driver", status=Status.OK, found=text)

@@ -9,8 +9,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from advisor.core import architectures
 from advisor.ops import dispatch, sources
 
 if TYPE_CHECKING:
@@ -131,13 +133,13 @@ class Family:
         found: dict[str, tuple[str, ...]] = self.spec.KERNELS
         return found
 
-    def variants(self, arch: int = 90) -> tuple[tuple[str, dict[str, int]], ...]:
+    def variants(self, arch: int = architectures.MEASURED.sm) -> tuple[tuple[str, dict[str, int]], ...]:
         """Every (source, macros) that a launch on this architecture can ask for."""
         return tuple((source, defines) for source in self.kernels for defines in self.variants_of(source, arch))
 
-    def variants_of(self, source: str, arch: int = 90) -> tuple[dict[str, int], ...]:
-        """Those macros of one source. A spec with a ROOMY_ARCH has others from there on."""
-        others = {"arch": arch} if hasattr(self.spec, "ROOMY_ARCH") else {}
+    def variants_of(self, source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
+        """Those macros of one source. A spec whose `variants` takes an architecture has others for another."""
+        others = {"arch": arch} if "arch" in signature(self.spec.variants).parameters else {}
         found: tuple[dict[str, int], ...] = self.spec.variants(source, **others)
         return found
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from advisor.core import architectures
 from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 
 APART = " apart"
 _ACTIVATION = "relu"
-_H200_SMS = 132
 _NORM = 4  # arguments of the norm, behind the convolution's
 # How near the kink a value may be brought to its other side by the rounding of the convolution's result to 16 bits.
 _KINK = 0.05
@@ -110,7 +110,7 @@ def _norm(result: tuple[int, ...], dtype: str, *, backward: bool, moments: bool 
         residual=False,
         forked=False,
         backward=backward,
-        sm_count=_H200_SMS,
+        sm_count=architectures.MEASURED.sms,
         arch=90,
     )
     return Work(kernels=(kernel,), nbytes=nbytes)

@@ -15,6 +15,7 @@ from torch import distributed
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _disable_current_modes
 
+from advisor.core import architectures
 from advisor.core.errors import AdvisorError
 from advisor.ops import cuda_driver, sources
 from advisor.ops.cuda_driver import Kernel
@@ -28,8 +29,8 @@ def unavailable() -> str:
     """Why kernels cannot be compiled here; empty when they can."""
     if not torch.cuda.is_available():
         return "no CUDA GPU"
-    if torch.cuda.get_device_capability() < (8, 0):
-        return "the GPU is older than sm_80"
+    if torch.cuda.get_device_capability() < divmod(architectures.BUNDLED_KERNELS, 10):
+        return f"the GPU is older than sm_{architectures.BUNDLED_KERNELS}"
     try:
         import cupy
     except Exception as error:
@@ -102,7 +103,10 @@ def overlaps(device: int) -> bool:
     """Whether a kernel's blocks may be launched before the kernel ahead has ended, in captured graphs too."""
     import cupy
 
-    return arch(device) >= 90 and cupy.cuda.runtime.driverGetVersion() >= DRIVER_OF_OVERLAP_IN_GRAPHS
+    return (
+        architectures.of(arch(device)).early_launches
+        and cupy.cuda.runtime.driverGetVersion() >= DRIVER_OF_OVERLAP_IN_GRAPHS
+    )
 
 
 @cache

@@ -7,6 +7,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from advisor.core import architectures
 from advisor.core.errors import AdvisorError
 from advisor.resources import kernels_dir
 
@@ -53,14 +54,50 @@ def inlined(file: Path, folders: tuple[Path, ...]) -> str:
     return read(file)
 
 
+@cache
+def included(name: str) -> frozenset[str]:
+    """The headers that `kernels/<name>` includes, and those that they do."""
+    found: set[str] = set()
+    ahead = [kernels_dir() / name]
+    while ahead:
+        for header in _INCLUDE.findall(ahead.pop().read_text(encoding="utf-8")):
+            if header not in found:
+                found.add(header)
+                ahead.append(kernels_dir() / "include" / header)
+    return frozenset(found)
+
+
 def target(name: str) -> tuple[str, ...]:
     """Compiler options for a source with instructions that one architecture alone has; none for another."""
-    return ("-arch=sm_90a",) if "wgmma.mma_async" in source(name) else ()
+    alone = [row.sm for row in architectures.ROWS if row.warpgroups] if "warpgroups" in needs(name) else []
+    return tuple(f"-arch=sm_{sm}a" for sm in alone)
+
+
+# Headers whose functions not every architecture has, and what they need (core/architectures.py).
+NEEDED_BY = {
+    "cluster.cuh": "clusters",
+    "mbarrier.cuh": "bulk_copies",
+    "tensor_map.cuh": "bulk_copies",
+    "wgmma.cuh": "warpgroups",
+}
+OVERLAP = "overlap.cuh"
+
+
+@cache
+def needs(name: str) -> frozenset[str]:
+    """What an architecture must have to run this source: features of core/architectures.py."""
+    return frozenset(NEEDED_BY[header] for header in included(name) & NEEDED_BY.keys())
+
+
+def lacks(name: str, arch: int) -> str:
+    """Why this architecture (90 for sm_90) cannot run this source; empty where it can."""
+    row = architectures.of(arch)
+    return next((reason for feature in sorted(needs(name), reverse=True) if (reason := row.lacks(feature))), "")
 
 
 def overlaps(name: str) -> bool:
     """Whether every kernel of the source waits for the one ahead of it itself (include/overlap.cuh), so that it may be launched early."""
-    return "griddepcontrol.wait" in source(name)
+    return OVERLAP in included(name)
 
 
 def sha256(*names: str) -> str:

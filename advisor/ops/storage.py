@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from functools import cache
 
+from advisor.core import architectures
+
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
-MIN_ARCH = 80  # cvt.rn.bf16x2
+MIN_ARCH = architectures.BUNDLED_KERNELS
 
 
 @cache

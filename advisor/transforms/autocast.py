@@ -17,6 +17,7 @@ from weakref import WeakSet
 
 import torch
 
+from advisor.core import architectures
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -109,7 +110,7 @@ class AutocastBf16(_Autocast):
 
     def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         if device.type == "cuda":
-            native = torch.cuda.get_device_capability(device) >= (8, 0)  # Ampere has the first bf16 matrix units
+            native = torch.cuda.get_device_capability(device) >= divmod(architectures.BF16, 10)
             return "" if native else "this GPU has no bf16 matrix units (compute capability below 8.0)"
         if device.type == "cpu":
             fast = _cpu_has_bf16() or parameters.get("cpu") == "always"
@@ -129,7 +130,7 @@ class AutocastFp16(_Autocast):
 
     def device_refuses(self, device: torch.device, parameters: Mapping[str, str]) -> str:
         if device.type == "cuda":
-            native = torch.cuda.get_device_capability(device) >= (7, 0)  # Volta has the first fp16 matrix units
+            native = torch.cuda.get_device_capability(device) >= divmod(architectures.FP16, 10)
             return "" if native else "this GPU has no fp16 matrix units (compute capability below 7.0)"
         return "" if parameters.get("cpu") == "always" else "fp16 autocast is for GPUs"
 

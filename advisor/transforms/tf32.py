@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import torch
 
+from advisor.core import architectures
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.units import percent_text
 from advisor.core.verdict import Check
@@ -23,7 +24,7 @@ from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import all_or_nothing, parameters_of
 
-_TF32_CAPABILITY = (8, 0)  # Ampere has the first TF32 tensor cores
+_TF32_CAPABILITY = divmod(architectures.TF32, 10)
 _T = TypeVar("_T")
 
 

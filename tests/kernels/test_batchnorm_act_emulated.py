@@ -555,7 +555,7 @@ def test_joined_rows_in_one_launch(
 def test_joined_rows_whose_forward_alone_is_one_launch(one_row, monkeypatch, activation: str, residual: bool) -> None:
     one_row.use(sm_count=1)
     monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 6)  # x is held, not x and what comes from above
-    monkeypatch.setattr(spec, "_STREAMS_ON", frozenset())
+    monkeypatch.setattr(spec, "_streaming_wins", lambda *_, **__: False)
     monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
     case = cases._case((8, 27, 9, 14), "bfloat16", activation, residual)
     assert verify.check(FAMILY, case, "cpu")["passed"]

@@ -98,7 +98,10 @@ def test_the_headers_compile(product: Path, arch: str) -> None:
             ("cp_async4", "void* p, void* q", "p, q"),
         )
     )
-    log = Nvrtc().compile(
+    compiler = Nvrtc()
+    if arch not in compiler.architectures:
+        pytest.skip(f"NVRTC here does not compile for sm_{arch}")
+    log = compiler.compile(
         text + everything, [f"--gpu-architecture=sm_{arch}", "-std=c++17", *(f"-D{k}={v}" for k, v in DEFINES.items())]
     )
     assert "error" not in log

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from advisor.core import architectures
 from advisor.cupy_loops.changes.base import Change, Unfit
 from advisor.cupy_loops.facts import tf32
 from advisor.loop.patches import Patches
@@ -26,7 +27,7 @@ class Tf32(Change):
             raise Unfit("this CuPy has no set_compute_type")
         if tf32(module):
             raise Unfit("TF32 or less is in use already")
-        if int(module.cuda.Device().compute_capability) < 80:
+        if int(module.cuda.Device().compute_capability) < architectures.TF32:
             raise Unfit("this GPU has no TF32 tensor cores (compute capability below 8.0)")
         before = core.get_compute_type("float32")
         patches.undo(lambda: core.set_compute_type("float32", before))

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from advisor.core import architectures
 from advisor.ops import storage
 from advisor.ops.batchnorm_act import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
@@ -54,7 +55,6 @@ _SMALL_JOINED = ((32, 58, 28, 28), (8, 116, 14, 14))
 # Odd sizes: few rows, a prime number of vectors, N = 1, one pixel. Channels are multiples of 8, which every dtype takes.
 _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1, 1))
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
-_H200_SMS = 132
 
 
 def _inputs(
@@ -155,7 +155,7 @@ def _case(
             residual=residual,
             forked=forked,
             backward=kind == "backward",
-            sm_count=_H200_SMS,
+            sm_count=architectures.MEASURED.sms,
             arch=90,
         )
         kernel, nbytes = work(way=way)

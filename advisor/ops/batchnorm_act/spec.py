@@ -7,7 +7,8 @@ from functools import lru_cache
 from itertools import product
 from math import gcd
 
-from advisor.ops import channel_tiles, shared_memory
+from advisor.core import architectures
+from advisor.ops import channel_tiles, shared_memory, sources
 from advisor.ops.channel_tiles import Geometry
 from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
@@ -37,7 +38,6 @@ KERNELS = {
     FROZEN_BACKWARD: ("batchnorm_act_frozen_backward",),
 }
 # Sources that older architectures than this do not compile: thread-block clusters.
-NEEDS_ARCH = {HELD_FORWARD: 90, HELD_BACKWARD: 90}
 
 ACTIVATIONS = {"none": 0, "relu": 1, "relu6": 2, "leaky_relu": 3, "silu": 4, "hardswish": 5, "gelu": 6}
 # With a residual the backward reads one bit an element, so the slope must be 0 or 1.
@@ -92,8 +92,6 @@ GRID_MOST_BYTES = 128 << 20
 # Of those where two tensors are read, some rows twice, in tiles that split cache lines: each such line is fetched by two SMs. Forward
 # and backward (docs/notes/kernels/batch-norm.md); the latter also of backwards with a residual whose lines two launches split no more.
 GRID_SPLIT_LINES_MOST_BYTES = {False: 44 << 20, True: 36 << 20}
-# Architectures on which reading some rows twice in one launch was measured to win.
-_STREAMS_ON = frozenset({90})
 # A kernel ahead has no use for leaving moments of a result of up to so many bytes: the forward reads it once.
 GRID_HELD_BYTES = 29 << 20
 GRID_THREADS = 512
@@ -645,7 +643,7 @@ def launch(
         source = {CLUSTER: (HELD_FORWARD, HELD_BACKWARD), GRID: (GRID_FORWARD, GRID_BACKWARD)}.get(wanted, ("", ""))[
             backward
         ]
-        if wanted == CLUSTER and arch >= NEEDS_ARCH[source]:
+        if wanted == CLUSTER and not sources.lacks(source, arch):
             found = held(source, rows, channels, dtype, sm_count=sm_count, forked=forked)
         elif wanted == GRID:
             options = {"residual": residual, "forked": forked, "sm_count": sm_count, "arch": arch}
@@ -664,7 +662,7 @@ def launch(
 
 def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
     """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
-    if arch not in _STREAMS_ON:
+    if not architectures.of(arch).streams:
         return False
     odd_lines = shape.vectors % channel_tiles.LINE_VECTORS != 0
     splits_lines = shape.tiles > 1 and (odd_lines or shape.tile % channel_tiles.LINE_VECTORS != 0)

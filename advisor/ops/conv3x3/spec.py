@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import dispatch, shared_memory
+from advisor.core import architectures
+from advisor.ops import dispatch, shared_memory, sources
 from advisor.ops.conv3x3 import weight
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
 
@@ -24,14 +25,12 @@ KERNELS = {
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
-ARCH = 90  # the one architecture that has these products
-NEEDS_ARCH = dict.fromkeys(KERNELS, ARCH)
 LINE = 64  # channels of a pixel in shared memory, 128 bytes
 INPUTS, OUTPUTS = (64, 128), (32, 64, 128)
 THREADS = 288
 COLUMNS = (64, 112, 128, 224, 256)  # pixels of a tile, rows of 8
 SUMS = 256  # columns of all bands of a warpgroup: 128 registers a thread
-SHARED_BYTES = shared_memory.of_a_block(ARCH)  # of a block, the only one of its SM
+SHARED_BYTES = shared_memory.of_a_block(architectures.MEASURED.sm)  # of a block, the only one of its SM
 # Warpgroups take tiles by turns. A stage has to be one warpgroup's alone: one that sees every other filling of a stage only cannot tell,
 # by the parity that its barrier has, the filling it waits for from the one before the last. So stages are a multiple of twice a tile's
 # lines of channels; four are one tile under way for each warpgroup beside the one that it works on.
@@ -53,7 +52,7 @@ _LEAST_FILLED = 0.85
 _LEAST_PIXELS = 8 * 56 * 56
 # Of the weight's gradient: its blocks' sums, which are gone before the input's gradient is made, may take as much memory as that does
 # and some more, which PyTorch's own needs for its workspace and its weight in half precision.
-_SMS, _ROOM = 132, 1.15
+_SMS, _ROOM = architectures.MEASURED.sms, 1.15
 # (inputs, outputs) behind which a batch norm is measured to be faster with the moments that the forward leaves of its result: both
 # forwards in 0.87 to 0.92 of the time.
 _MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
@@ -215,8 +214,8 @@ def unsupported(
     arch: int,
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, I, H, W]."""
-    if arch != ARCH:
-        return f"sm_{arch} lacks the products of warpgroups that sm_{ARCH} has"
+    if lacks := sources.lacks(CONV, arch):
+        return lacks
     reason = unsupported_convolution(
         shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
     )

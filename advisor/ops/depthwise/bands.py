@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advisor.core import architectures
 from advisor.ops import shared_memory
 
 STRIPS = 16  # rows of one matrix product
@@ -12,7 +13,9 @@ MOST_WINDOW = 16  # its depth
 SHARED_BYTES = shared_memory.WITHOUT_ASKING
 BANK_BYTES = 128  # of all banks of shared memory, one after the other
 ROWS = 2  # of pixels that depthwise_band.cu takes a step, and has in a stage
-SM_SHARED_BYTES = 227 * 1024  # what an SM has for its blocks on sm_90; 163 KiB on sm_80
+SM_SHARED_BYTES = shared_memory.of_a_block(
+    architectures.MEASURED.sm
+)  # what an SM has for its blocks, of the GPUs that were measured
 COPY_COST = 6  # a copied pixel, in columns of a product: what neighbours in a row share is copied once
 
 

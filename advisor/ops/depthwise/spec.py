@@ -7,9 +7,11 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
+from advisor.core import architectures
 from advisor.ops import shared_memory
 from advisor.ops.depthwise import bands
 from advisor.ops.dispatch import OTHER_DTYPE, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "depthwise/depthwise_forward.cu"
 BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
@@ -31,8 +33,6 @@ KERNELS = {
 }
 
 STORAGE = {"float32": 0, "float16": 1, "bfloat16": 2}
-MIN_ARCH = 80
-ROOMY_ARCH = 100  # from here on ptxas uses more registers for the forward (see _ROOMY_FORWARD)
 TAPS = (3, 5, 7, 9, 11, 13, 15)
 CHANNELS = 2  # a thread's: 4 bytes of fp16 or bf16, so that a warp reads 128 bytes of one pixel
 THREADS = 128  # a multiple of 4 warps, one for each of an SM's schedulers
@@ -233,7 +233,7 @@ def unsupported(
     sized = call(shape, weight_shape[-1], stride[0], padding, dilation[0])
     if sized.out_height < 1 or sized.out_width < 1:
         return "empty output"
-    if arch >= ROOMY_ARCH and (sized.kernel, sized.stride, dtype == "float32") in _SPILLED_ON_ROOMY:
+    if architectures.of(arch).roomy and (sized.kernel, sized.stride, dtype == "float32") in _SPILLED_ON_ROOMY:
         return f"{sized.kernel} x {sized.kernel} taps in {dtype} have too few registers on sm_{arch}"
     if c * dilation[0] * 4 * (2 * weight_shape[-1] + 16) > MAX_WINDOW_BYTES:
         return "a window of pixels is beyond 32-bit offsets"
@@ -397,7 +397,7 @@ def _choose(configs: tuple[Config, ...], width: int) -> Config:
 def forward_configs(kernel: int, stride: int, dtype: str, arch: int) -> tuple[Config, ...]:
     """For FORWARD: there are two where the width of the row decides."""
     key = kernel, stride, dtype == "float32"
-    return _ROOMY_FORWARD.get(key, _FORWARD[key]) if arch >= ROOMY_ARCH else _FORWARD[key]
+    return _ROOMY_FORWARD.get(key, _FORWARD[key]) if architectures.of(arch).roomy else _FORWARD[key]
 
 
 def forward_config(call: Call, dtype: str, arch: int) -> Config:
@@ -573,7 +573,7 @@ def sum_defines(call: Call, weight_dtype: str) -> dict[str, int]:
     return {"K": call.kernel, "THREADS": SUM_THREADS, "WEIGHT_STORAGE": STORAGE[weight_dtype]}
 
 
-def variants(source: str, arch: int = 90) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: all strides and strips of k 3, 5 and 7, the largest k, each storage."""
     if source in (BAND, BAND_WEIGHT):
         return _band_variants(source)
@@ -589,7 +589,9 @@ def variants(source: str, arch: int = 90) -> tuple[dict[str, int], ...]:
                     continue  # fp16 differs from bf16 in conversions only
                 sized = call((1, 64, 64, 64), kernel, stride, (kernel // 2, kernel // 2), 1)
                 wide = dtype == "float32"
-                if source == FORWARD and not (arch >= ROOMY_ARCH and (kernel, stride, wide) in _SPILLED_ON_ROOMY):
+                if source == FORWARD and not (
+                    architectures.of(arch).roomy and (kernel, stride, wide) in _SPILLED_ON_ROOMY
+                ):
                     found += [
                         forward_defines(sized, config, dtype, weight_dtype, flip=False)
                         for config in forward_configs(kernel, stride, dtype, arch)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc
+from advisor.ops import nvrtc, sources
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.exact_conv import spec
@@ -34,7 +34,8 @@ def _hopper() -> bool:
 
 def unmeasured(device: int) -> str:
     """Why the kernels are not dispatched on this device, whatever the call; empty where they were measured."""
-    return "" if nvrtc.arch(device) == spec.HOPPERS and _hopper() else f"{UNMEASURED} but of Hopper's products"
+    lacks = sources.lacks(spec.HOPPER, nvrtc.arch(device))
+    return "" if not lacks and _hopper() else f"{UNMEASURED} but of Hopper's products"
 
 
 @lru_cache(maxsize=64)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import dispatch, shared_memory
+from advisor.core import architectures
+from advisor.ops import dispatch, shared_memory, sources
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH
 
@@ -24,8 +25,6 @@ KERNELS = {
     HOPPER_WEIGHT: ("exact_conv_hopper_weight",),
 }
 SOURCES = tuple(KERNELS)
-NEEDS_ARCH = {HOPPER: 90, HOPPER_WEIGHT: 90}
-HOPPERS = 90  # the one architecture with products of warpgroups
 OCTET = 8
 DEPTH, HOPPER_DEPTH = 32, 64  # of a stage
 FLAT_THREADS = 256
@@ -180,7 +179,7 @@ def _hopper(source: str, columns: int) -> Plan:
 @lru_cache(maxsize=4096)
 def plan(columns: int, arch: int, *, hopper: bool = True) -> Plan:
     """The launch of CONV or HOPPER for a result of so many channels a group."""
-    return _hopper(HOPPER, columns) if hopper and arch == HOPPERS else _general(CONV, columns, arch)
+    return _hopper(HOPPER, columns) if hopper and not sources.lacks(HOPPER, arch) else _general(CONV, columns, arch)
 
 
 @lru_cache(maxsize=4096)
@@ -188,7 +187,7 @@ def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) ->
     """The launch of BACKWARD_WEIGHT or HOPPER_WEIGHT: the pixels in as many splits as give every SM some blocks."""
     outputs, units = call.outputs // call.groups, octets(call.inputs // call.groups)
     columns = call.taps_h * call.taps_w * units * OCTET
-    if hopper and arch == HOPPERS:
+    if hopper and not sources.lacks(HOPPER_WEIGHT, arch):
         chosen, depth = _hopper(HOPPER_WEIGHT, columns), HOPPER_DEPTH
     else:
         chosen, depth = _general(BACKWARD_WEIGHT, columns, arch), DEPTH
@@ -325,17 +324,16 @@ TRAINED = (
     (256, 64, 64, 56, 5, 1),
     (256, 512, 2048, 7, 1, 1),
 )
-_SMS = 132
 
 
-def variants(source: str) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros of every variant of `source`, for a wide result and a narrow one."""
     if source == PARTS:
         return ({},)
     found = []
     for columns in (64, 128):
         hopper, weight = source in (HOPPER, HOPPER_WEIGHT), source in (BACKWARD_WEIGHT, HOPPER_WEIGHT)
-        planned = _hopper(source, columns) if hopper else _general(source, columns, HOPPERS)
+        planned = _hopper(source, columns) if hopper else _general(source, columns, arch)
         found += [
             {**dict(planned.macros), **({} if weight else {"BIAS": bias})} for bias in (0, 1)[: 1 if weight else 2]
         ]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from advisor.core import architectures
 from advisor.ops import occupancy, storage
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
 
@@ -27,7 +28,7 @@ TILE = 512  # output pixels between two barriers, as far as shared memory allows
 THREADS = 128
 # Registers of a thread for the sums of the weight gradient: 160 are 30 % faster on an H200 than 96 for 7 x 7 taps, and spill 8 bytes on
 # sm_100 (ptxas 13.5), where fewer were not measured.
-SUMS, ROOMY_SUMS, ROOMY_ARCH = 160, 152, 100
+SUMS, ROOMY_SUMS = 160, 152
 TAPS_AND_SUMS = (
     128  # registers of a thread for weights and sums of the forward: two thirds of what three blocks an SM leave
 )
@@ -306,7 +307,7 @@ def weight_defines(
     call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool, arch: int = 90
 ) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT: as many taps a warp as its registers hold sums for."""
-    sums = SUMS if arch < ROOMY_ARCH else ROOMY_SUMS
+    sums = ROOMY_SUMS if architectures.of(arch).roomy else SUMS
     widths = (1,) if call.channels <= 16 else (2, 4)
     vector = min(widths, key=lambda v: (_ceil(call.channels, 16 * v) * v, -v))
     chunks = _ceil(call.channels, 16 * vector)
@@ -328,7 +329,7 @@ def weight_defines(
     }
 
 
-def variants(source: str, arch: int = 90) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with in the test for spills: the first convolutions of networks, and the widest kernels."""
     found = []
     for side, channels, kernel, stride, bias in (

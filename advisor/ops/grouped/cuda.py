@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from advisor.ops import nvrtc, storage, tensor_map
+from advisor.ops import nvrtc, sources, storage, tensor_map
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import cuda as conv3x3
 from advisor.ops.conv3x3.weight import halo
@@ -69,10 +69,8 @@ def _convolution(
 @cache
 def hopper_lacks(device: int) -> str:
     """Why this device runs no kernels of wide groups; empty when it does."""
-    arch = nvrtc.arch(device)
-    if arch != wide.ARCH:
-        return f"sm_{arch} lacks the products of warpgroups that sm_{wide.ARCH} has"
-    return tensor_map.unavailable() or nvrtc.refused(wide.CONVOLUTION)
+    lacks = sources.lacks(wide.CONVOLUTION, nvrtc.arch(device))
+    return lacks or tensor_map.unavailable() or nvrtc.refused(wide.CONVOLUTION)
 
 
 @lru_cache(maxsize=4096)

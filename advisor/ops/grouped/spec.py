@@ -7,9 +7,11 @@ from functools import lru_cache
 from itertools import product
 from typing import Any, NamedTuple
 
+from advisor.core import architectures
 from advisor.ops import occupancy, shared_memory
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
 from advisor.ops.grouped import weight, whole, wide
+from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -24,11 +26,9 @@ KERNELS = {
     WHOLE_BACKWARD_DATA: ("grouped_whole_backward_data",),
     wide.CONVOLUTION: ("grouped_wide",),
 }
-NEEDS_ARCH = {wide.CONVOLUTION: wide.ARCH}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 WEIGHT_STORAGE = {"float32": 0, **STORAGE}
-MIN_ARCH = 80
 OCTET = whole.OCTET
 GROUPS = (4, *range(8, 65, 8))  # channels a group
 SHARED_BYTES = shared_memory.WITHOUT_ASKING
@@ -502,7 +502,7 @@ TRAINED = (
     (24, 1512, 1, 7),
 )
 _OTHERS = ((64, 256, 1, 14), (64, 256, 2, 28), (48, 192, 1, 28), (4, 128, 2, 56))
-_SMS = 132  # geometry differs little between devices; the macros do not depend on it
+_SMS = architectures.MEASURED.sms  # geometry differs little between devices; the macros do not depend on it
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from advisor.core import architectures
 from advisor.ops import shared_memory
 
 OCTET = 8  # channels in 16 bytes: what a product has of the result
 TILE = 16  # pixels of a product
 BLOCK_BYTES = 96 * 1024  # of shared memory, at most
-SM_BYTES, RESERVED_BYTES = (
-    228 * 1024,
-    shared_memory.OF_THE_SYSTEM,
-)  # what an SM has, and what the system takes for each block
+# What an SM has, of the GPUs that were measured, and what the system takes for each block.
+SM_BYTES, RESERVED_BYTES = shared_memory.of_an_sm(architectures.MEASURED.sm), shared_memory.OF_THE_SYSTEM
 STAGES = 4  # rows in the ring
 MAX_BLOCKS = 8  # on an SM; more hide nothing
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 CONVOLUTION = "grouped/grouped_wide.cu"
 BACKWARD_WEIGHT = conv3x3.BACKWARD_WEIGHT
-ARCH = conv3x3.ARCH  # the one architecture that has these products
 # (channels a group, stride) whose products are made so. Of 32 channels half of a product's rows are nobody's: 1.15 to 1.4 of the time of the
 # kernels of warps; of 24, twice as long.
 TAKEN = frozenset(pairs((48, 56, 64), (1, 2)))

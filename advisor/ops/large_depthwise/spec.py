@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from advisor.core import architectures
 from advisor.ops import shared_memory
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize
@@ -334,19 +335,20 @@ TRAINED = (
     (64, 24, 56, (1, 11)),
     (64, 24, 56, (11, 1)),
 )
-_SMS, _ARCH = 132, 90
 
 
-def variants(source: str) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros of the variants that the trained networks ask for."""
     found = []
     for dtype in ("float32", "bfloat16"):
         for n, c, side, taps in TRAINED:
             forward = call((n, c, side, side), taps, (taps[0] // 2, taps[1] // 2))
             if source == BACKWARD_WEIGHT:
-                found.append(weight_defines(forward, weight_plan(forward, dtype, _SMS, _ARCH), dtype))
+                found.append(
+                    weight_defines(forward, weight_plan(forward, dtype, architectures.of(arch).sms, arch), dtype)
+                )
             else:
-                planned = plan(forward, dtype, _ARCH)
+                planned = plan(forward, dtype, arch)
                 found.append(defines(forward, planned, dtype, "float32", flip=False, bias=dtype == "float32"))
     return tuple(dict(macros) for macros in dict.fromkeys(tuple(macros.items()) for macros in found))
 

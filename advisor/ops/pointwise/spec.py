@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from advisor.core import architectures
 from advisor.ops import shared_memory
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
+from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "pointwise/pointwise_forward.cu"
 NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
@@ -19,7 +21,6 @@ KERNELS = {
 }
 
 STORAGE = {"float16": 1, "bfloat16": 2}
-MIN_ARCH = 80
 OCTET = 8  # channels in 16 bytes
 STEP = 16  # channels of x that one product of the tensor cores takes
 GROUP = 32  # channels of y that four of them make: 16 bytes a lane
@@ -325,7 +326,7 @@ def arranged(
     if nbytes > room:
         return None
     at_once = SM_REGISTERS // (32 * warps_m * warps_n * registers)
-    blocks = min((room + shared_memory.OF_THE_SYSTEM) // (nbytes + shared_memory.OF_THE_SYSTEM), at_once, MAX_BLOCKS)
+    blocks = min(shared_memory.of_an_sm(arch) // (nbytes + shared_memory.OF_THE_SYSTEM), at_once, MAX_BLOCKS)
     if blocks < 1:
         return None
     slabs = -(-out_channels // (GROUP * warps_n * groups))
@@ -487,17 +488,17 @@ BEHIND_NORMS = (
     *(BehindNorm(*shape, "relu", False, False) for shape in ((72, 24, 56), (64, 24, 56), (16, 16, 112))),
     *(BehindNorm(*shape) for shape in ((72, 72, 56), (72, 216, 56), (216, 216, 28))),
 )
-_SMS, _ARCH = 132, 90  # the macros depend little on them
 
 
-def variants(source: str) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros to compile `source` with ahead: what the trained networks' layers ask for."""
+    sms = architectures.of(arch).sms
     found: dict[tuple[tuple[str, int], ...], None] = {}
     if source == NORM_FORWARD:
         for dtype, moments in (("bfloat16", False), ("bfloat16", True), ("float16", True)):
             for behind in BEHIND_NORMS:
                 shape = behind.channels, behind.out_channels
-                if not unsupported_norm_forward(dtype=dtype, channels=shape[0], out_channels=shape[1], arch=_ARCH):
+                if not unsupported_norm_forward(dtype=dtype, channels=shape[0], out_channels=shape[1], arch=arch):
                     variant = behind.activation, behind.residual
                     found[tuple(norm_forward_defines(*shape, dtype, *variant, moments=moments).items())] = None
         return tuple(dict(macros) for macros in found)
@@ -505,13 +506,13 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         for dtype in ("bfloat16", "float16"):
             for behind in BEHIND_NORMS if dtype == "bfloat16" else BEHIND_NORMS[:1]:
                 rows = 256 * behind.side**2
-                planned = plan(rows, behind.out_channels, behind.channels, _SMS, _ARCH, gradient=True)
+                planned = plan(rows, behind.out_channels, behind.channels, sms, arch, gradient=True)
                 macros = gradient_defines(planned, dtype, behind.activation, behind.residual, forked=behind.forked)
                 found[tuple(macros.items())] = None
         return tuple(dict(macros) for macros in found)
     for dtype in ("bfloat16", "float16"):
         for in_channels, out_channels, side in TRAINED if dtype == "bfloat16" else TRAINED[1:2]:
-            planned = plan(256 * side * side, in_channels, out_channels, _SMS, _ARCH)
+            planned = plan(256 * side * side, in_channels, out_channels, sms, arch)
             found[tuple(defines(planned, dtype, moments=True).items())] = None
     return tuple(dict(macros) for macros in found)
 

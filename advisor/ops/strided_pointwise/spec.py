@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
+from advisor.core import architectures
 from advisor.ops import dispatch, shared_memory
 from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
 from advisor.ops.pointwise import spec as pointwise
@@ -248,10 +249,9 @@ TRAINED = (
     *((256, channels, 2 * channels, side) for channels, side in ((256, 56), (512, 28), (1024, 14))),
     *((256, *shape) for shape in ((32, 72, 112), (72, 216, 56), (216, 576, 28))),
 )
-_SMS, _ARCH = 132, 90  # the macros depend little on them
 
 
-def variants(source: str) -> tuple[dict[str, int], ...]:
+def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros of every variant that the trained networks ask for."""
     if source == GATHER:
         return (gather_defines(),)
@@ -259,7 +259,9 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     for dtype in ("bfloat16", "float16"):
         for n, inputs, outputs, side in TRAINED if dtype == "bfloat16" else TRAINED[:1]:
             for gradient in (False, True):
-                planned = plan(call((n, inputs, side, side), outputs), _SMS, _ARCH, gradient=gradient)
+                planned = plan(
+                    call((n, inputs, side, side), outputs), architectures.of(arch).sms, arch, gradient=gradient
+                )
                 found[tuple(defines(planned, dtype, gradient=gradient).items())] = None
     return tuple(dict(macros) for macros in found)
 

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from advisor.core import architectures
 from advisor.core.precision import DATA, FORWARD, WEIGHT, Audited, PrecisionRecord
 from advisor.loop.training import Training
 from advisor.profiling.inside.facts import tf32_flags
@@ -129,7 +130,9 @@ def _ran(seen: _Seen, flags: dict[str, bool]) -> tuple[str, str]:
 
 
 def _can(name: str, device: torch.device) -> bool:
-    return name != "tf32" or (device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0))
+    return name != "tf32" or (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= divmod(architectures.TF32, 10)
+    )
 
 
 def _products(seen: _Seen, precision: str) -> dict[str, torch.Tensor | None]:

@@ -22,7 +22,7 @@ import sys
 from dataclasses import fields, replace
 from pathlib import Path
 
-from advisor.core import storage
+from advisor.core import architectures, storage
 from advisor.core.cache import cache_dir
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
@@ -31,8 +31,6 @@ from advisor.profiling.machine.ownprocess import last_words, run_module
 
 TIMEOUT_S = 120.0  # importing torch on a cold network disk is the slow part
 MEASURED = "measured"
-# fp32 lanes per SM by compute capability (CUDA C++ programming guide, "Arithmetic Instructions"); 128 elsewhere.
-_FP32_LANES = {60: 64, 70: 64, 72: 64, 75: 64, 80: 64}
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
@@ -124,7 +122,7 @@ def _measure_gpu(facts: Environment) -> Environment:
     except AdvisorError as error:
         notes.append(f"NVML: {error}")
     arch = properties.major * 10 + properties.minor
-    lanes = _FP32_LANES.get(arch, 128)
+    lanes = architectures.of(arch).fp32_lanes
     facts = replace(
         facts,
         device="cuda",
@@ -183,7 +181,8 @@ def _can_compile() -> bool:
         return False
     if not torch.cuda.is_available():
         return True
-    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability()[0] >= 7
+    oldest = divmod(architectures.TRITON, 10)
+    return importlib.util.find_spec("triton") is not None and torch.cuda.get_device_capability() >= oldest
 
 
 def _compilers() -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from advisor.core import architectures
 from advisor.core.units import percent_text
 from advisor.profiling.machine import hostload, nvml
 
@@ -79,9 +80,9 @@ def of_gpu(device: torch.device, arch: int, reader: nvml.GpuReader | None, *, sh
     import torch
 
     kinds = [("fp32", torch.float32, "highest")]
-    if arch >= 70:
+    if arch >= architectures.FP16:
         kinds.append(("fp16", torch.float16, "highest"))
-    if arch >= 80:
+    if arch >= architectures.BF16:
         kinds += [("tf32", torch.float32, "high"), ("bf16", torch.bfloat16, "highest")]
     if shared:
         return _rates(device, kinds, _events, lambda runs: "another process was on the GPU")

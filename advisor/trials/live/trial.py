@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from advisor.core import transform_table
+from advisor.core import architectures, transform_table
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
@@ -204,7 +204,8 @@ class Trial:
 
     def _bf16_serves(self) -> bool:
         """Whether bf16 is, or was, a candidate on a GPU with bf16 matrix units."""
-        if not self.loop.on_gpu or torch.cuda.get_device_capability(self.loop.training.device) < (8, 0):
+        least = divmod(architectures.BF16, 10)
+        if not self.loop.on_gpu or torch.cuda.get_device_capability(self.loop.training.device) < least:
             return False
         tried = (v.transform for v in self.loop.verdicts())
         return "amp_bf16" in {*tried, *(c.transform for c in self.loop.session.candidates)}
