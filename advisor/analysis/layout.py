@@ -36,7 +36,8 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("weight_casts", launches(filter(view.is_weight_cast, view.rows)), Provenance.MODELLED, told)
     table.set("device_copy_frac", view.share(lambda row: row.kind == "copy" and not rows.is_cast(row)))
     table.set("memset_frac", view.share(lambda row: row.kind == "memset"))
-    table.set("index_frac", view.share(rows.is_index))
+    # An optimizer's own, such as Rprop's choice of signs, is no line of the script's.
+    table.set("index_frac", view.share(lambda row: rows.is_index(row) and row.phase != "optimizer"))
 
 
 def _breaks(view: View, table: MetricTable) -> None:

@@ -6,6 +6,7 @@ from advisor.analysis.time import no_limit
 from advisor.analysis.view import View
 from advisor.core import architectures
 from advisor.core.metrics import MetricTable
+from advisor.core.profile import StepProfile
 from advisor.core.provenance import Provenance
 
 # A matrix rate is repeatable to a few per cent: below a tenth, two rates do not differ.
@@ -23,6 +24,11 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("gpu_count", machine.gpu_count)
     if machine.cpu_count:
         table.set("cpu_count", machine.cpu_count)
+    free = cores_free(view.profile)
+    if free is not None:
+        table.set("cores_free_frac", free)
+    else:
+        table.miss("cores_free_frac", "the cores' use was not sampled")
     table.set("cupy_available", bool(machine.cupy))
     rates = machine.matrix_tflops
     provenance = Provenance(machine.rates_provenance) if machine.rates_provenance in _KNOWN else Provenance.MEASURED
@@ -44,6 +50,18 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("torch_compile_available", machine.torch_compile)
     else:
         table.miss("torch_compile_available", "whether a backend compiler is present was not asked")
+
+
+def cores_free(profile: StepProfile) -> float | None:
+    """The share of the cores' time that nobody used, the script or others; None where it was not sampled."""
+    used = core_use(profile, "cpu_util_frac")
+    return None if used is None else max(0.0, 1.0 - used - (core_use(profile, "cpu_others_frac") or 0.0))
+
+
+def core_use(profile: StepProfile, name: str) -> float | None:
+    """A share of the cores' time as it was sampled; None where it was not."""
+    quantity = profile.utilization.get(name)
+    return quantity.value if quantity is not None else None
 
 
 _KNOWN = {kind.value for kind in Provenance}

@@ -73,6 +73,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
     _n("cpu_threads", "count", "threads that torch's operators on a CPU may use"),
     _n("threads_per_core", "count", "these, for each physical core available"),
     _n("cpu_others_frac", "frac", "CPU time of other processes on the cores available, over wall time and cores"),
+    _n("cores_free_frac", "frac", "time of the cores available in which neither the script nor others used them"),
     _t("slowing_variables", "environment variables that are set and make a training slower, empty if none"),
     _f("bf16_supported", "this device computes bf16 products faster than fp32 ones (measured; no GPU before Ampere)"),
     _f("torch_compile_available", "a backend compiler for torch.compile is present"),

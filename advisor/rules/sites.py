@@ -290,7 +290,9 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "optimizers": _optimizers,
     "casts": lambda p: _rows(p, lambda row: row.op in ("aten::to", "aten::_to_copy"), lambda row: row.time_us),
     "indexing": lambda p: _rows(
-        p, lambda row: any(word in row.op for word in ("index", "gather", "scatter")), lambda row: row.time_us
+        p,
+        lambda row: row.phase != "optimizer" and any(word in row.op for word in ("index", "gather", "scatter")),
+        lambda row: row.time_us,
     ),
     "fp64_kernels": lambda p: (
         [(-float(i), f"{s.source}: {s.what}{_calls(s.calls)}") for i, s in enumerate(p.promotions)]

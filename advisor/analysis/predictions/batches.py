@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from advisor.analysis.machine import core_use
 from advisor.analysis.memory import BYTES
 from advisor.analysis.predictions.basis import (
     nothing,
@@ -49,8 +50,9 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
         return nothing("no DataLoader was used")
     cores = machine.cpu_count or stats.workers + 1
     if not view.on_gpu:
-        quantity = view.profile.utilization.get("cpu_util_frac")
-        used = quantity.value if quantity is not None and quantity.value is not None else 0.0
+        # What others use is theirs: of the rest the script has this share.
+        used = core_use(view.profile, "cpu_util_frac") or 0.0
+        used = min(1.0, used / max(1.0 - (core_use(view.profile, "cpu_others_frac") or 0.0), 1e-9))
         return _beside_training(step, stats, parameters, cores, used)
     wanted = parameters.get("workers", "")
     most = (

@@ -141,7 +141,8 @@ class _Call:
     def dtype(self) -> str:
         if self.double:
             return "fp64"
-        shorts = [_SHORT[t] for t in self.types if t in _SHORT]
+        # Python's numbers are wrapped as numbers in fp64 and converted: no work, and none that a script could spare itself.
+        shorts = [_SHORT[t] for t in self.types if t in _SHORT and t != "double"]
         return next((s for s in shorts if s.startswith(("fp", "bf"))), shorts[0] if shorts else "")
 
 

@@ -750,6 +750,15 @@ def test_a_cpu_profile_has_operators_and_no_gpu_metrics() -> None:
         assert table[name].reason == "needs a CUDA GPU", name
 
 
+@pytest.mark.parametrize(("phase", "outcome"), [("optimizer", Outcome.QUIET), ("forward", Outcome.FIRED)])
+def test_what_an_optimizer_indexes_is_no_line_of_the_scripts(phase: str, outcome: Outcome) -> None:
+    base = profiles.laptop()
+    row = replace(base.kernels[0], op="aten::index_put_", kind="other", phase=phase, time_us=50_000.0)
+    profile = replace(base, kernels=(*base.kernels, row))
+    found = next(f for f in rules.evaluate(rules.load(()), metrics(profile)) if f.rule == "indexing-heavy")
+    assert found.outcome is outcome
+
+
 def test_an_empty_profile_says_why_each_metric_is_missing() -> None:
     base = profiles.resnet50()
     for environment in (profiles.H200, profiles.LAPTOP):

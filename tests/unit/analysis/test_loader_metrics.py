@@ -116,6 +116,20 @@ def test_a_loader_in_the_training_thread_is_told_on_any_machine_with_a_second_co
     assert finding.gain.high == pytest.approx(1 - max(9.7 / 2, 10 / cores) / 10)
 
 
+def test_cores_that_others_have_are_none_for_workers() -> None:
+    base = loading(profiles.starved(), workers=2, next_us=9_700.0, late_us=9_700.0)
+    shares = {"cpu_util_frac": 0.1, "cpu_others_frac": 0.85}
+    used = {name: Quantity(value=value, provenance=Provenance.MEASURED) for name, value in shares.items()}
+    assert "few-loader-workers" not in fired(replace(base, utilization=used))
+
+    alone = loading(profiles.laptop(), workers=0, next_us=9_700.0, late_us=9_700.0, batch_bytes=100_000)
+    alone = replace(alone, utilization=used, environment=replace(alone.environment, cpu_count=4))
+    beside = predict(alone, "loader_workers", {"workers": "2"})
+    assert beside is not None
+    # A tenth of the cores' time is two thirds of what others leave: so much of the step stays.
+    assert beside.high == pytest.approx(1 - 0.1 / 0.15)
+
+
 def test_a_batch_that_is_cheaper_made_than_handed_over_may_lose_by_workers() -> None:
     used = {"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)}
     profile = replace(

@@ -10,7 +10,7 @@ import pytest
 from advisor.analysis import metrics
 from advisor.core.loading import LoaderWork, WorkLine
 from advisor.core.metrics import BY_NAME, SPECS
-from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Spread, StepProfile
+from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Quantity, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.loop.discover import Observations
 from advisor.loop.records import StepsRecord
@@ -63,8 +63,12 @@ def sources() -> set[str]:
     """Metrics that the profiles' own fields give, and those that the sampler, the steps and the trace bring along."""
     built = [replace(build(), utilization={}) for build in profiles.ALL.values()]
     cupy = replace(detailed(), model=replace(detailed().model, flags={"uses_cupy": True, "cupy_alone": True}))
+    sampled = replace(detailed(), utilization={"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)})
     known = {
-        name for profile in (*built, detailed(), cupy) for name, metric in metrics(profile) if metric.value is not None
+        name
+        for profile in (*built, detailed(), sampled, cupy)
+        for name, metric in metrics(profile)
+        if metric.value is not None
     }
     spread = Spread(median=1.0, p10=1.0, p90=1.0, n=3)
     traced = Aggregate(

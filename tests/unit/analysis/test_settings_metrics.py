@@ -97,10 +97,16 @@ def test_half_precision_is_held_against_tf32_where_that_is_allowed() -> None:
     assert metrics(profile)["half_speed"].value == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize(("threads", "outcome"), [(1, Outcome.FIRED), (2, Outcome.QUIET)])
-def test_threads_are_held_against_physical_cores(threads: int, outcome: Outcome) -> None:
+@pytest.mark.parametrize(
+    ("threads", "others", "outcome"),
+    [(1, 0.0, Outcome.FIRED), (2, 0.0, Outcome.QUIET), (1, 0.2, Outcome.FIRED), (1, 0.5, Outcome.QUIET)],
+)
+def test_threads_are_held_against_physical_cores_that_nobody_uses(
+    threads: int, others: float, outcome: Outcome
+) -> None:
     base = profiles.laptop()
-    used = {"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)}
+    shares = {"cpu_util_frac": 0.5, "cpu_others_frac": others}
+    used = {name: Quantity(value=value, provenance=Provenance.MEASURED) for name, value in shares.items()}
     profile = replace(
         base,
         utilization={**base.utilization, **used},
@@ -111,6 +117,10 @@ def test_threads_are_held_against_physical_cores(threads: int, outcome: Outcome)
     assert found.outcome is outcome
     if outcome is Outcome.FIRED:
         assert found.sites == ("OMP_NUM_THREADS=1",)
+        assert found.gain is not None
+        work = metrics(profile)["work_frac"].value
+        free = 0.5 - others  # of the cores' time: where all of it would be used, half of the work has gone
+        assert found.gain.high == pytest.approx(free / (0.5 + free) * work)
 
 
 @pytest.mark.parametrize(

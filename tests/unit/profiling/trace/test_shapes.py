@@ -54,6 +54,19 @@ def test_convolution_backward_is_two_products_or_one() -> None:
     assert both.dtype == "bf16"
 
 
+@pytest.mark.parametrize(
+    ("inputs", "dtypes", "dtype"),
+    [
+        ([[], [], []], ["double", "Scalar", ""], ""),  # a number of Python's, wrapped
+        ([[4], []], ["float", "double"], "fp32"),
+        ([[4]], ["double"], "fp64"),
+        ([[4], [4]], ["float", "double"], "fp64"),
+    ],
+)
+def test_a_number_in_fp64_is_no_work_in_fp64(inputs: list[Any], dtypes: list[str], dtype: str) -> None:
+    assert cost("_to_copy", inputs, dtypes).dtype == dtype
+
+
 def test_matrix_products() -> None:
     assert cost("addmm", [[10], [4, 8], [8, 10]], [F32] * 3).flops == 2 * 4 * 8 * 10
     assert cost("mm", [[4, 8], [8, 10]], [F32] * 2).nbytes == 4 * (32 + 80 + 40)
