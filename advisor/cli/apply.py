@@ -114,12 +114,11 @@ def apply(
     databases).
 
     With --plan there is no search. The plan runs against the plain script in at least four fresh runs: about a minute.
-    Use it after another torch or driver, on another machine, or for a training in several processes. What no longer holds is
-    removed from the plan.
+    Use it after another torch or driver, or on another machine. What no longer holds is removed from the plan.
 
     With --gpus a SCRIPT written for one GPU is started as N ranks, unedited. Each rank takes its part of each batch. First
     advisor proves that N ranks train as one process does. Then it searches one process, and proves the result in all of them.
-    `advisor run --gpus N` trains with that plan.
+    `advisor run --gpus N` trains with that plan. A SCRIPT that starts its processes itself is searched in all of them.
 
     \b
     Examples:
@@ -130,7 +129,7 @@ def apply(
       advisor apply --plan last         the newest plan here, with its own script
       advisor apply --auto --goal memory train.py --lr 0.1
       advisor apply --auto --gpus 4 train.py --lr 0.1
-      advisor apply --plan plan.yaml -- torchrun --nproc-per-node 4 train.py
+      advisor apply --auto -- torchrun --nproc-per-node 4 train.py
     """
     if plan is not None:
         _alone()

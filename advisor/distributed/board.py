@@ -1,8 +1,8 @@
-"""Where ranks read what the others have to say: a store beside the script's own traffic, at step boundaries.
+"""Where ranks read what the others have to say: a file of advisor's own in the run folder, at step boundaries.
 
-No collective of advisor's stands among the script's: each rank writes what it has, and waits for what the others write. Who has not
-written within `patience_s` is known by name. While no rank comes to a boundary (one hangs, the others wait for it inside a backward
-pass) a thread in each goes on telling where its main thread is.
+No collective of advisor's stands among the script's, and nothing of the script's store is used, which may go with a rank: each rank
+writes what it has, and waits for what the others write. Who has not written within `patience_s` is known by name. While no rank comes
+to a boundary (one hangs, the others wait for it inside a backward pass) a thread in each goes on telling where its main thread is.
 """
 
 from __future__ import annotations
@@ -14,13 +14,20 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 from torch import distributed
 
 from advisor.loop.sources import Lines
 
+BOARD_FILE = "board"
 EVERY_S = 2.0
+# Where a rank stands that waits for others: in a collective, in a backward pass that ends with one, for a device that does.
+_WAITS = tuple(
+    os.path.join(*place)
+    for place in (("distributed", "distributed_c10d.py"), ("autograd", "graph.py"), ("torch", "cuda", "__init__.py"))
+)
 
 
 class Lost(Exception):
@@ -38,30 +45,35 @@ class Board:
         self._store, self.rank, self.ranks, self.patience_s = store, rank, ranks, patience_s
         self._number = 0
 
-    def exchange(self, value: Any) -> list[Any]:
-        """What each rank has given, by rank: plain data.
+    def exchange(self, value: Any, *, patience_s: float = 0.0) -> list[Any]:
+        """What each rank has given, by rank: plain data. `patience_s` in place of the usual one, where it is longer.
 
         Raises:
             Lost: naming the ranks that have given nothing in time.
         """
         self._number += 1
+        patience_s = max(patience_s, self.patience_s)
         keys = [f"advisor/{self._number}/{rank}" for rank in range(self.ranks)]
         self._store.set(keys[self.rank], json.dumps(value))
         try:
-            self._store.wait(keys, timedelta(seconds=self.patience_s))
-        except distributed.DistError:
+            self._store.wait(keys, timedelta(seconds=patience_s))
+        except RuntimeError:  # of which torch's errors of stores are; a FileStore raises it bare
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise Lost(missing, f"{_named(missing)} did not come within {self.patience_s:g} s") from None
+            raise Lost(missing, f"{_named(missing)} did not come within {patience_s:g} s") from None
         return [json.loads(self._store.get(key)) for key in keys]
 
 
 class Watch:
-    """Tells when no rank has made a step for `patience_s`, and where each is. In rank 0 `lost` is called then, once."""
+    """Tells when no rank has made a step for `patience_s`, and where each is: `lost` is called then, once in each rank.
+
+    Rank 0 is the first to do so; the others follow where it does not, because it is gone or lets no thread run.
+    """
 
     def __init__(self, store: Any, rank: int, ranks: int, *, patience_s: float, lost: Callable[[Lost], None]) -> None:
         self._store, self._rank, self._ranks, self._patience_s, self._lost = store, rank, ranks, patience_s, lost
         self._main, self._lines = threading.main_thread().ident, Lines()
         self.steps = 0  # counted by whoever sees boundaries
+        self.resting = False  # no step is to be expected: a change is judged, and the board waits for its end
         threading.Thread(target=self._run, daemon=True, name="advisor-ranks").start()
 
     def _run(self) -> None:
@@ -70,9 +82,9 @@ class Watch:
             time.sleep(EVERY_S)
             try:
                 self._store.set(f"advisor/at/{self._rank}", json.dumps([self.steps, *self._place()]))
-                if self.steps != seen:
+                if self.steps != seen or self.resting:
                     seen, since = self.steps, time.monotonic()
-                elif self._rank == 0 and seen and time.monotonic() - since > self._patience_s:
+                elif seen and time.monotonic() - since > self._patience_s + 2 * EVERY_S * self._rank:
                     self._lost(self._told())
                     return
             except Exception:  # the store is gone: the job ends
@@ -84,35 +96,43 @@ class Watch:
         line, waits, at = self._lines.users(frame), False, frame
         while at is not None:
             name = at.f_code.co_filename
-            waits |= name.endswith(
-                (os.path.join("distributed", "distributed_c10d.py"), os.path.join("autograd", "graph.py"))
-            )
+            waits |= name.endswith(_WAITS)
             at = at.f_back
         return line, waits
 
     def _told(self) -> Lost:
-        places, hung = [], []
+        found: list[tuple[int, str, bool]] = []
         for rank in range(self._ranks):
             key = f"advisor/at/{rank}"
-            steps, line, waits = json.loads(self._store.get(key)) if self._store.check([key]) else (0, "", False)
-            hung += [] if waits else [rank]
-            places.append(
-                f"rank {rank} {'waits' if waits else 'is'} at {line or 'no line of the script'} (step {steps})"
-            )
-        return Lost(hung, f"no step for {self._patience_s:g} s: {_named(hung)} held the others up; {', '.join(places)}")
+            found.append(tuple(json.loads(self._store.get(key))) if self._store.check([key]) else (0, "", False))
+        most = max(steps for steps, _, _ in found)
+        behind = [rank for rank, (steps, _, _) in enumerate(found) if steps < most]
+        hung = behind or [rank for rank, (_, _, waits) in enumerate(found) if not waits]
+        places = ", ".join(
+            f"rank {rank} {'waits' if waits else 'is'} at {line or 'no line of the script'} (step {steps})"
+            for rank, (steps, line, waits) in enumerate(found)
+        )
+        return Lost(hung, f"no step for {self._patience_s:g} s: {_named(hung)} held the others up; {places}")
 
 
-def of_group(*, patience_s: float) -> Board:
-    """The board of this process's ranks."""
-    store = distributed.distributed_c10d._get_default_store()
-    return Board(store, distributed.get_rank(), distributed.get_world_size(), patience_s=patience_s)
+def of_run(folder: Path, *, patience_s: float) -> Board:
+    """The board of this process's ranks. All are of one host, and share the folder; `clear` is called before they start."""
+    return Board(_store(folder), distributed.get_rank(), distributed.get_world_size(), patience_s=patience_s)
 
 
-def watch(*, patience_s: float, lost: Callable[[Lost], None]) -> Watch:
+def watch(folder: Path, *, patience_s: float, lost: Callable[[Lost], None]) -> Watch:
     """A watch over this process's ranks."""
-    store = distributed.distributed_c10d._get_default_store()
-    return Watch(store.clone() if hasattr(store, "clone") else store, distributed.get_rank(), distributed.get_world_size(),
-                 patience_s=patience_s, lost=lost)  # fmt: skip
+    ranks = distributed.get_world_size()
+    return Watch(_store(folder), distributed.get_rank(), ranks, patience_s=patience_s, lost=lost)
+
+
+def clear(folder: Path) -> None:
+    """What ranks of an earlier start have written is gone."""
+    (folder / BOARD_FILE).unlink(missing_ok=True)
+
+
+def _store(folder: Path) -> Any:
+    return distributed.FileStore(str(folder / BOARD_FILE))  # type: ignore[attr-defined]  # torch does not list it
 
 
 def _named(ranks: list[int]) -> str:

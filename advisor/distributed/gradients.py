@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import torch
 from torch import distributed
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +29,7 @@ from advisor.loop.patches import Patches
 from advisor.loop.sources import shown, user_line
 from advisor.transforms import targets
 from advisor.transforms.forward import REPLICATED, ForwardStack
+from advisor.transforms.rewrapped import BUFFERS, OURS, Shell, send_as
 
 
 class Gradients:
@@ -201,26 +201,6 @@ class Gradients:
             torch.cuda.manual_seed(torch.cuda.initial_seed() + 7_919 * (self._rank + 1))
 
 
-# What torch calls "rank 0's buffers are everybody's at each forward", from 2.13 on and before.
-_BUFFERS = next(
-    name
-    for name in ("forward_sync_buffers", "broadcast_buffers")
-    if name in inspect.signature(DistributedDataParallel.__init__).parameters
-)
-
-
-class _Shell(torch.nn.Module):
-    """What DistributedDataParallel holds in the script's module's place: a call is that of the layers inside."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        super().__init__()
-        self.module = module
-        self.inner: Callable[..., Any] = module.forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.inner(*args, **kwargs)
-
-
 class Replicated:
     """A layer for the root's ForwardStack: calls with gradients go through `ddp`.
 
@@ -240,16 +220,15 @@ class Replicated:
         # Synchronised batch norms leave the same statistics everywhere; without, rank 0's are everybody's at each step.
         self.settings: dict[str, Any] = {}
         self.ddp: DistributedDataParallel
-        self.change({_BUFFERS: not synchronised, **settings})
+        self.change({BUFFERS: not synchronised, **settings})
 
     def change(self, settings: Mapping[str, Any]) -> None:
         """Another DistributedDataParallel stands around the root, with these settings. All ranks call this together, between steps."""
-        own = {name: value for name, value in settings.items() if name not in ("sent_as", "passes")}
-        self._shell = _Shell(self._root)
+        own = {name: value for name, value in settings.items() if name not in OURS}
+        self._shell = Shell(self._root)
         self.ddp = DistributedDataParallel(self._shell, **own)  # the one before takes its hooks along
         if (kind := settings.get("sent_as")) is not None:
-            hook = default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook
-            self.ddp.register_comm_hook(None, hook)
+            send_as(self.ddp, kind)
         self.settings, self._calls = dict(settings), 0
         targets.replicate(self._root, self.ddp)
 

@@ -6,7 +6,9 @@ the same sums go through the ranks' group here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -26,6 +28,22 @@ def install(patches: Patches) -> None:
     patches.replace(F, "batch_norm", replacement)
 
 
+class _Alone:
+    """While `on` a batch norm takes its own rank's statistics: alone.py."""
+
+    on = False
+
+
+@contextlib.contextmanager
+def of_one_rank() -> Iterator[None]:
+    """Inside, batch norms go by this rank's batch."""
+    before, _Alone.on = _Alone.on, True
+    try:
+        yield
+    finally:
+        _Alone.on = before
+
+
 def _over_all_ranks(plain: Any) -> Any:
     @functools.wraps(plain)
     def batch_norm(
@@ -38,7 +56,7 @@ def _over_all_ranks(plain: Any) -> Any:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if not training or not isinstance(input, torch.Tensor):
+        if _Alone.on or not training or not isinstance(input, torch.Tensor):
             return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         function: Any = SyncBatchNorm if input.is_cuda else _OnCpu
         return function.apply(

@@ -16,6 +16,10 @@ from advisor.profiling.beside.launcher import ScriptCommand
 from advisor.profiling.machine.hostload import cpu_count
 
 _DEAD = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")
+# What torch.multiprocessing.spawn says of a process that ended by a signal or an exit code, and by an exception.
+_SPAWNED = re.compile(r"process (\d+) terminated with (signal|exit code) (\w+)")
+_RAISED = re.compile(r"-- Process (\d+) terminated with the following error:\s*(.*)", re.DOTALL)
+_ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
 
 
 def on_ranks(command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, norms: str = "") -> ScriptCommand:
@@ -59,13 +63,19 @@ def clear(run_dir: Path, ranks: int) -> None:
 
 
 def dead_rank(told: str) -> str:
-    """Which rank has ended first, and how, in what torchrun says of it; "" where it says nothing."""
+    """Which rank has ended first, and how, in what torchrun or torch.multiprocessing says of it; "" where neither says anything."""
     found = _DEAD.search(told[told.rfind("Root Cause") :] if "Root Cause" in told else told)
-    if found is None:
-        return ""
-    code = int(found.group(2))
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {found.group(1)} {how}"
+    if found is not None:
+        code = int(found.group(2))
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {found.group(1)} {how}"
+    if (found := _SPAWNED.search(told)) is not None:
+        how = "was ended by" if found.group(2) == "signal" else "ended with exit code"
+        return f"rank {found.group(1)} {how} {found.group(3)}"
+    if (found := _RAISED.search(told)) is not None:
+        errors = _ERROR.findall(found.group(2))
+        return f"rank {found.group(1)}: {errors[-1][:200] if errors else 'it raised'}"
+    return ""
 
 
 def log_of(run_dir: Path, rank: int) -> Path:

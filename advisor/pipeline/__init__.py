@@ -5,7 +5,8 @@ Nothing here prints to stdout and nothing imports torch before the script has be
 
 from __future__ import annotations
 
-from advisor.pipeline.applying import ApplyResult, apply, prove, try_patch
+from advisor.pipeline.applied import ApplyResult
+from advisor.pipeline.applying import apply, prove, try_patch
 from advisor.pipeline.inside import attach, attach_to_cupy, disable, enable, step
 from advisor.pipeline.kernels import kernels_list, kernels_verify
 from advisor.pipeline.memory_use import MemoryResult, memory, reach_memory

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Findings, Recommendation
-from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
 from advisor.core.transform_table import row
-from advisor.core.verdict import TrialLog
+from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.profiling import ProfileResult, profile_script
 from advisor.pipeline.shared import Say, begin_run, check_rules, evaluate_run, shown_path, write_report
 from advisor.runs import FINDINGS_FILE, PROFILE_FILE, find_plan, load_run
@@ -38,19 +37,6 @@ USUAL_TIME_S = 600.0  # of a search
 # Its first profile takes at most a tenth of that behind the script's own start, or half a minute where that is more: `pace` is of what the
 # windows of slow steps take together, with the reading of the trace.
 PROFILE_SHARE, PROFILE_LEAST_S, USUAL_WINDOWS_S = 0.1, 30.0, 130.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ApplyResult:
-    """`log` and `plan` are None for a dry run, and when there was nothing to try; `plan_file` is where people find the plan."""
-
-    run_dir: Path
-    exit_code: int
-    profile: StepProfile | None = None
-    findings: Findings | None = None
-    log: TrialLog | None = None
-    plan: Plan | None = None
-    plan_file: Path | None = None
 
 
 def apply(
@@ -134,9 +120,11 @@ def apply(
         if dry_run:
             found = replace(found, recommendations=candidates)
             return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
-        if not candidates and not measured.complete:
+        if not candidates and not measured.complete and measured.model.world_size == 1:
             say("too few steps were measured to say what would help; let the script train for longer")
             return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+        if measured.model.world_size > 1:
+            return work.search_in_ranks(candidates, measured, found)
         return work.search(candidates, measured, found)
 
 
@@ -219,6 +207,26 @@ class _Applying:
             plan_file=file,
         )
 
+    def search_in_ranks(
+        self, candidates: Sequence[Recommendation], measured: StepProfile, found: Findings
+    ) -> ApplyResult:
+        """Try the candidates, and how gradients are sent, in all processes of the script at once.
+
+        Raises:
+            AdvisorError: without --auto, for nobody can be asked in the middle of all of them.
+        """
+        from advisor.pipeline.script_ranks import search_script
+        from advisor.trials.in_ranks import How
+
+        if self.ask is not None:
+            world = measured.model.world_size
+            raise AdvisorError(f"the script trains in {world} processes", expected="--auto", fix="Use --auto.")
+        how = How(only=self.only, skip=self.skip, min_gain=self.min_gain, max_pairs=self.max_pairs)
+        until_s = self._started + self.max_time_s + (measured.start_s or 0.0)
+        return search_script(
+            self.command, self.run_dir, candidates, (measured, found), how, until_s=until_s, say=self.say
+        )
+
     def _begin(self, measured: StepProfile) -> Search:
         from advisor.trials.search import begin
 
@@ -255,6 +263,8 @@ class _Applying:
 
         if measured.model.flags.get("cupy_alone", False):
             return None  # its changes are on from the start
+        if measured.model.world_size > 1:
+            return None  # all ranks go on together, or none
         _check_kind(self.only, measured)
         candidates = _chosen(found.recommendations, self.only, self.skip)
         if not candidates or measured.step_kind == "forward" or wording.refused(measured, "advisor"):
@@ -262,16 +272,6 @@ class _Applying:
         search = self._begin(measured)
         orders = search.first_orders(candidates)
         return (search, orders) if orders is not None else None
-
-
-def plan_beside(plan: Plan, run_dir: Path, say: Say) -> Path:
-    """The proved plan in the working directory too; the file to name."""
-    from advisor.trials import plans
-
-    file, told = plans.beside(plan, run_dir, Path.cwd())
-    if told:
-        say(told)
-    return file
 
 
 def prove(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.pipeline.applying import ApplyResult, plan_beside
+from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.shared import Say, begin_run
 
 if TYPE_CHECKING:

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from advisor.core import storage
-from advisor.pipeline.applying import USUAL_TIME_S, ApplyResult, apply, check_names, plan_beside
+from advisor.pipeline.applied import ApplyResult, plan_beside
+from advisor.pipeline.applying import USUAL_TIME_S, apply, check_names
 from advisor.pipeline.scaling import foretold_scaling
 from advisor.pipeline.shared import Say, begin_run
 from advisor.runs import find_plan
@@ -37,7 +38,7 @@ def apply_on_ranks(
     from advisor.distributed import starting
     from advisor.profiling.beside.launcher import ScriptCommand
     from advisor.profiling.machine import environment
-    from advisor.trials import planfile, ranks
+    from advisor.trials import in_ranks, planfile, ranks
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
     command = ScriptCommand.parse(words, module=module)
@@ -71,17 +72,12 @@ def apply_on_ranks(
     together = starting.on_ranks(command, gpus, run_dir, seed=ranks.new_seed(), norms=norms)
     if plan is None:
         passes = searched.profile.model.backwards if searched is not None and searched.profile is not None else 1
-        tried, early = ranks.search(
-            together,
-            items,
-            run_dir,
-            passes=passes,
-            only=only,
-            skip=skip,
-            min_gain=search.get("min_gain", 0.01),
-            say=say,
-        )
-        items += tried
+        how = in_ranks.How(only=only, skip=skip, min_gain=search.get("min_gain", 0.01))
+        tried = in_ranks.search(together, in_ranks.how_sent(passes), items, run_dir, how, say=say)
+        if tried.interrupted:
+            raise KeyboardInterrupt
+        items += tried.kept
+        early = tried.early
     if not items:
         planfile.write(run_dir / "plan.yaml", bare)
         return ApplyResult(

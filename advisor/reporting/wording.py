@@ -415,12 +415,6 @@ def refused(profile: StepProfile, command: str) -> str:
         return f"this is a trace, so nothing can be tried here; on its own machine, `{command} apply --auto SCRIPT` tries what helps"
     if profile.step_kind == "forward":
         return "the script trains nothing, so no change can be tried; the findings say what would help"
-    if (world := profile.model.world_size) > 1:
-        return (
-            f"the script trains in {world} processes, but a search runs in one. Search with one process "
-            "(`torchrun --nproc-per-node 1`, `nprocs=1` of mp.spawn, `devices=1`). Then prove the plan in all processes with "
-            f"`{command} apply --plan last`, and train with `{command} run`"
-        )
     return ""
 
 

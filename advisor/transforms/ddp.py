@@ -1,7 +1,7 @@
-"""Settings of the DistributedDataParallel that `--gpus N` has put around a model: another one is made, with them, between two steps.
+"""Settings of DistributedDataParallel, the script's own or that of `--gpus N`: another one is made, with them, between two steps.
 
-Making one is a collective call, so every rank switches at the same boundary (trials/across.py). What a script has wrapped itself is left
-alone: its hooks and buckets are its own.
+Every rank switches at the same boundary (trials/across.py). The script's own wrapper stays the script's object: calls go past it to the
+other one (rewrapped.py).
 
 - Buckets that gradients are views of spare a copy of each gradient a step, and their memory.
 - Larger buckets make fewer and faster messages; smaller ones begin sooner. Which is better is tried.
@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch.nn.parallel import DistributedDataParallel
+
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
@@ -22,6 +24,8 @@ from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import REPLICATED, ForwardStack
 from advisor.transforms.patch import all_or_nothing
+from advisor.transforms.rewrapped import Rewrapped, refused
+from advisor.transforms.targets import of_one
 
 
 class _Setting(Transform):
@@ -37,7 +41,10 @@ class _Setting(Transform):
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         layers = _layers(training)
         if not layers:
-            return Match(applies=False, reason="no model has a DistributedDataParallel of --gpus around it")
+            return Match(applies=False, reason="no model has a DistributedDataParallel around it")
+        for root in training.roots:
+            if isinstance(root.module, DistributedDataParallel) and (why := refused(root.module)):
+                return Match(applies=False, reason=why)
         wanted = self.wanted(parameters)
         if all(layer.settings.get(name) == value for layer in layers for name, value in wanted.items()):
             return Match(applies=False, reason="it is set already")
@@ -119,6 +126,8 @@ class SentOnce(_Setting):
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if self.wanted(parameters)["passes"] < 2:
             return Match(applies=False, reason="a step has one backward pass")
+        if any(isinstance(layer, Rewrapped) for layer in _layers(training)):
+            return Match(applies=False, reason="when to send is the script's own to say, by `no_sync`")
         return super().match(training, parameters)
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
@@ -127,5 +136,13 @@ class SentOnce(_Setting):
 
 
 def _layers(training: Training) -> list[Any]:
-    found = (ForwardStack.of(root.module).get(REPLICATED) for root in training.roots)
-    return [layer for layer in found if layer is not None]
+    """What holds the settings of each root's wrapper. That of a script's own is made here, and does nothing until it is told to."""
+    found = []
+    for root in training.roots:
+        stack = ForwardStack.of(root.module)
+        layer = stack.get(REPLICATED)
+        if layer is None and isinstance(root.module, DistributedDataParallel) and not of_one(root.module):
+            layer = Rewrapped(root.module)
+            stack.set(REPLICATED, layer)
+        found += [layer] if layer is not None else []
+    return found

@@ -86,8 +86,10 @@ def prove_plan(
     runs = FreshRuns(
         script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0, kernel_steps=fresh.KERNEL_STEPS
     )
-    for item in kept:
-        records.save_verdict(run_dir, _verdict(item))
+    known = {records.attempt(v) for v in records.verdicts(run_dir) if v.status == KEPT}
+    for verdict in map(_verdict, kept):
+        if records.attempt(verdict) not in known:  # a search that has just kept it says more of it
+            records.save_verdict(run_dir, verdict)
     proved: Proof | None = None
     try:
         proved = StackTrial(script, runs, limits, min_gain=0.0).prove()

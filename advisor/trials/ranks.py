@@ -10,17 +10,15 @@ from __future__ import annotations
 import datetime
 import math
 import secrets
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from advisor.core import storage, transform_table
+from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.findings import Recommendation
-from advisor.core.plan import Plan, PlanItem
+from advisor.core.plan import Plan
 from advisor.core.units import counted, percent_text
-from advisor.core.verdict import KEPT, Check, TrialLog, Verdict
+from advisor.core.verdict import Check, TrialLog
 from advisor.distributed import place, refusals, starting
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.launcher import ScriptCommand
@@ -35,7 +33,6 @@ STEPS = 3  # whose gradients and buffers are compared
 # Allowed, beside this many times the noise: what fp32 sums leave in any case. Statistics of a part of the batch in place of the
 # whole's, or a gradient that is not reduced, are off by 10 % and more.
 FACTOR, FLOOR, WINDOW = 4.0, 2e-5, 5
-ACROSS_S = 240.0  # of a search in all ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,89 +125,6 @@ def bare_log(command: ScriptCommand, proof: RanksProof, run_dir: Path, early: st
     """What `apply` shows where nothing else was kept."""
     verdicts, notes = tuple(records.verdicts(run_dir)), tuple(filter(None, (told(proof), early)))
     return TrialLog(script=command.words[0], argv=command.words[1:], verdicts=verdicts, notes=notes)
-
-
-def candidates(passes: int = 1) -> tuple[Recommendation, ...]:
-    """What only several ranks can be searched for, in the order of trial; `passes`: backward passes of a step."""
-    found: list[tuple[str, dict[str, str]]] = [
-        ("ddp_bucket_views", {}),
-        *(("ddp_buckets", {"mb": size}) for size in ("100", "10")),
-        ("ddp_static_graph", {}),
-        ("ddp_bf16_gradients", {}),
-    ]
-    if passes > 1:
-        found.insert(0, ("ddp_no_sync", {"passes": str(passes)}))
-    return tuple(
-        Recommendation(
-            transform=name,
-            title=transform_table.title(name),
-            reason="tried in all ranks",
-            parameters=parameters,
-            semantics=transform_table.row(name).semantics,
-        )
-        for name, parameters in found
-    )
-
-
-def found_kept(verdicts: Iterable[Verdict]) -> tuple[PlanItem, ...]:
-    """What a plan has of them: of one transform's settings the last, which was tried on top of the others."""
-    last = {v.transform: v for v in verdicts if v.status == KEPT}
-    return tuple(
-        PlanItem(
-            transform=v.transform,
-            status=KEPT,
-            parameters=dict(v.parameters),
-            semantics=v.semantics.value,
-            reason=v.reason,
-            measured=f"{v.gain.low:.1%} to {v.gain.high:.1%} of the step of the slowest rank"
-            if v.gain is not None
-            else "",
-        )
-        for v in last.values()
-    )
-
-
-def search(
-    together: ScriptCommand,
-    kept: Sequence[PlanItem],
-    run_dir: Path,
-    *,
-    passes: int,
-    only: Sequence[str],
-    skip: Sequence[str],
-    min_gain: float,
-    say: Say,
-) -> tuple[tuple[PlanItem, ...], str]:
-    """Try in all ranks at once what only they can be searched for, on top of `kept`: across.py. What is kept of it, and what ended it early.
-
-    Where a rank is lost the search ends there, its name is said, and what was kept until then stays.
-    """
-    wanted = [
-        candidate
-        for candidate in candidates(passes)
-        if candidate.transform not in skip and (not only or candidate.transform in only)
-    ]
-    if not wanted:
-        return (), ""
-    say(f"{counted(len(wanted), 'change')} of how gradients are sent, tried in all ranks")
-    owners.hold(run_dir)
-    script = Script(together, run_dir, launcher.launch, say)
-    script.start(
-        "across",
-        phase=spent.RANKS,
-        timeout_s=ACROSS_S + GRACE_S,
-        kept=tuple(kept),
-        candidates=tuple(wanted),
-        min_gain=min_gain,
-        deadline_unix_s=time.time() + ACROSS_S,
-    )
-    script.put_back()
-    if script.interrupted:
-        raise KeyboardInterrupt
-    early = f"the search in all ranks has ended: {script.rank_failed}" if script.rank_failed else ""
-    if early:
-        say(early)
-    return found_kept(records.verdicts(run_dir)), early
 
 
 def told(proof: RanksProof) -> str:

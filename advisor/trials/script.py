@@ -77,6 +77,7 @@ class Script:
     stepless: str = ""  # why processes have no steps
     refused: str = ""  # why a rank has refused to divide it
     rank_failed: str = ""  # the first rank that ended by an exception, and which
+    on_trial: str = ""  # the change that the latest process has said that it tries, and has no verdict on
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _said_from: int = 0  # in the file of its output, where the latest process's begins
@@ -153,7 +154,7 @@ class Script:
             self.interrupted = True
         of_ours = ended.timed_out or ended.stopped_by_advisor or ended.fault or ended.gave_up
         self.code = 0 if of_ours else ended.code
-        if ended.code and self.command.agent and not (self.rank_failed or self.refused):
+        if ended.code and not (ended.timed_out or self.interrupted or self.rank_failed or self.refused):
             self.rank_failed = starting.dead_rank(_tail(self.run_dir / records.OUTPUT_FILE, self._said_from))
         self._look_for_steps(ended)
         return Ended(ended)
@@ -193,10 +194,12 @@ class Script:
         """One event of a process."""
         kind, name = event.get("event"), event.get("title") or event.get("transform")
         if kind == "trial":
+            self.on_trial = str(event.get("transform"))
             pairs = event.get("pairs")
             again = f"going on with {name} ({pairs} pairs so far)" if pairs else ""
             self.say(again or f"trying {name}")
         elif kind == "verdict":
+            self.on_trial = ""
             self.model_hash = str(event.get("model") or self.model_hash)
             self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
         elif kind == "postponed":

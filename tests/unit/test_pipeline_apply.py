@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,15 +13,17 @@ import pytest
 from advisor import pipeline, rules, runs
 from advisor.core import storage
 from advisor.core.environment import Environment
-from advisor.core.errors import AdvisorError, ExitCode
-from advisor.core.findings import Finding, Findings, Outcome
+from advisor.core.errors import AdvisorError
+from advisor.core.findings import Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import ModelFacts, Spread, StepProfile
 from advisor.pipeline import applying, shared
-from advisor.trials import planfile, search
+from advisor.trials import in_ranks, planfile, search
 
 
-def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each rank would decide for itself, and replay its step in collectives that the others are not in."""
+def test_a_training_in_several_processes_is_searched_in_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one by itself each rank would decide for itself, and replay its step in collectives that the others are not in."""
     script = tmp_path / "train.py"
     script.write_text("")
     monkeypatch.chdir(tmp_path)
@@ -39,12 +42,20 @@ def test_a_training_in_several_processes_is_not_searched(tmp_path: Path, monkeyp
         raise KeyboardInterrupt
 
     monkeypatch.setattr(search, "begin", begin)
+    tried: list[object] = []
+
+    def in_all(command: object, candidates: Sequence[Recommendation], *_: object, **__: object) -> in_ranks.Searched:
+        tried.extend(candidate.transform for candidate in candidates)
+        return in_ranks.Searched()
+
+    monkeypatch.setattr(in_ranks, "search", in_all)
     said: list[str] = []
     result = pipeline.apply([str(script)], auto=True, out=tmp_path / "run", say=said.append)
-    assert result.exit_code == ExitCode.INCONCLUSIVE
     assert result.profile is profile
+    assert "ddp_buckets" in tried
     assert not searched
-    assert any("trains in 2 processes" in line and "advisor apply --plan last" in line for line in said)
+    with pytest.raises(AdvisorError, match="2 processes"):
+        pipeline.apply([str(script)], ask=lambda *_: "yes", out=tmp_path / "asked", say=said.append)
     measured.profile = replace(profile, model=ModelFacts(), complete=True)
     with pytest.raises(KeyboardInterrupt):
         pipeline.apply([str(script)], auto=True, out=tmp_path / "other", say=said.append)

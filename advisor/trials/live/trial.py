@@ -233,7 +233,7 @@ class Trial:
         if captured:
             with self.limit.alarm():
                 result = self._gate.judge(
-                    switch.on, switch.off, transform.semantics, _precision(transform), self._computes_in()
+                    switch.on, switch.off, transform.semantics, precision_of(transform), self._computes_in()
                 )
             numerics, self._first_us = result.check, result.first_us
             self.loop.spent.charge(spent.FIRST, result.first_us / 1e6)
@@ -251,7 +251,7 @@ class Trial:
         if discovery is not None and discovery.seen.autocast is not None:
             return "half"
         standing = (s.transform for s in self.loop.kept.standing if not s.transform.guides)
-        kept = {_precision(transform) for transform in standing if transform.semantics is Semantics.PRECISION}
+        kept = {precision_of(transform) for transform in standing if transform.semantics is Semantics.PRECISION}
         return "half" if "half" in kept else "tf32" if kept else "fp64"
 
     # -- warm-up ----------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class Trial:
         self.loop.note(dataclasses.replace(self.current, phase=named))
 
 
-def _precision(transform: Transform) -> str:
+def precision_of(transform: Transform) -> str:
     """The class that a change of precision, or several as one, computes in."""
     names = set(transform.id.split(transform_table.TOGETHER))
     return "tf32" if "tf32" in names and not names & planner.HALF else "half"

@@ -98,6 +98,11 @@ class Gate:
             self._calls.append(Call(guide, args, kwargs, [], self._autocast.get(key, default), learns=False))
         return bool(self._calls)
 
+    def take(self) -> list[Call]:
+        """The calls that were captured, and the step's graph let go of: replays need the room."""
+        self._let_go()
+        return self._calls
+
     def release(self) -> None:
         """Let go of inputs, outputs and gradients."""
         self._unhook()
@@ -133,14 +138,13 @@ class Gate:
         Raises:
             Whatever `on` or a replay with the change on raises; everything saved is put back before.
         """
-        modules = [call.root.module for call in self._calls]
-        self._let_go()  # the step's graph hangs on its output; replays need the room
+        modules = [call.root.module for call in self.take()]
         if not all(bool(torch.isfinite(g).all()) for call in self._calls for g in call.grads if g is not None):
             on()
             return GateResult(Check(passed=None, detail="the plain step's gradients are NaN or infinite themselves"))
         for call in self._calls:
             call.grads = [None if g is None else random_like(g) for g in call.grads]
-        with _quiet(self.watcher), SavedState(modules, self.training) as saved:
+        with quiet(self.watcher), SavedState(modules, self.training) as saved:
             if any(_has_update_hooks(module) for module in modules):
                 on()
                 return GateResult(
@@ -235,7 +239,7 @@ def _two_draws(plain: PlainStep) -> tuple[Result, Result, set[str]]:
 
 
 @contextlib.contextmanager
-def _quiet(watcher: StepWatcher | None) -> Iterator[None]:
+def quiet(watcher: StepWatcher | None) -> Iterator[None]:
     """The watcher's hooks do not take replays for training."""
     if watcher is None:
         yield

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import distributed
 
+from advisor.distributed import board
 from advisor.distributed.board import Board, Lost
 
 
@@ -35,6 +37,9 @@ class Store:
     def set(self, key: str, value: str) -> None:
         self.values[key] = value
 
+    def get(self, key: str) -> str:
+        return str(self.values[key])
+
     def check(self, keys: list[str]) -> bool:
         return set(keys) <= self.values.keys()
 
@@ -49,3 +54,38 @@ def test_who_does_not_come_is_known_by_name() -> None:
     with pytest.raises(Lost, match="rank 1 did not come") as lost:
         Board(store, 0, 3, patience_s=1.0).exchange(0)
     assert lost.value.ranks == [1]
+
+
+def test_who_holds_the_others_up_is_told_by_any_rank_that_still_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 is gone, rank 2 stands two steps behind: rank 1 tells."""
+    store, told = Store(), []
+    store.set("advisor/at/0", '[7, "train.py:9", true]')
+    store.set("advisor/at/2", '[5, "data.py:3", false]')
+    clock = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(board, "time", SimpleNamespace(sleep=lambda s: None, monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(board.threading, "Thread", lambda **how: SimpleNamespace(start=lambda: None))
+    watch = board.Watch(store, 1, 3, patience_s=60.0, lost=told.append)
+    watch.steps = 7
+    watch._run()
+    (lost,) = told
+    assert lost.ranks == [2]
+    assert "rank 2 held the others up" in str(lost)
+    assert "rank 2 is at data.py:3 (step 5)" in str(lost)
+
+
+def test_while_a_change_is_judged_no_step_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, told, waited = Store(), [], []
+
+    def sleep(seconds: float) -> None:
+        waited.append(seconds)
+        if len(waited) > 200:
+            raise KeyboardInterrupt
+
+    clock = iter(range(0, 10_000, 5))
+    monkeypatch.setattr(board, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(board.threading, "Thread", lambda **how: SimpleNamespace(start=lambda: None))
+    watch = board.Watch(store, 0, 2, patience_s=60.0, lost=told.append)
+    watch.steps, watch.resting = 7, True
+    with pytest.raises(KeyboardInterrupt):
+        watch._run()
+    assert not told

@@ -53,6 +53,16 @@ def test_torchrun_stands_in_the_interpreters_place_and_the_words_stay(tmp_path: 
 def test_the_rank_that_ended_first_is_named() -> None:
     assert starting.dead_rank(TOLD) == "rank 1 was ended by SIGKILL"
     assert starting.dead_rank("all is well") == ""
+    spawned = "torch.multiprocessing.spawn.ProcessExitedException: process 1 terminated with signal SIGKILL"
+    assert starting.dead_rank(spawned) == "rank 1 was ended by SIGKILL"
+    raised = """torch.multiprocessing.spawn.ProcessRaisedException:
+
+-- Process 2 terminated with the following error:
+Traceback (most recent call last):
+  File "train.py", line 3, in main
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.
+"""
+    assert starting.dead_rank(raised) == "rank 2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
 
 
 def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
