@@ -14,10 +14,13 @@ MOST_HOST_US = 10.0  # the goal: ours less eager's
 
 _TEXT = f"""## Host and memory beside eager
 
-Of what is dispatched, by family and pass, without the comparisons of convolution and norm apart. *Host*: ours less eager's, median, and in how many rows it
-is {MOST_HOST_US:.0f} µs or less; CUDA graphs take it away. *Memory*: the pass's peak over eager's, median; in how many rows it is more, and the most, with where that is
-and by how many bytes. A row is of the kernels alone: of the 3x3 and the strided 1x1 convolutions they make those products too that a training
-leaves to PyTorch. Why, and what is allowed: [the note](../../notes/host-cost-of-a-call.md).
+What is dispatched, by family and pass. Comparisons of a convolution and a norm apart are left out.
+
+- *Host*: ours less eager's, median, and in how many rows it is {MOST_HOST_US:.0f} µs or less. CUDA graphs take it away.
+- *Memory*: the pass's peak over eager's, median; in how many rows it is more; and the most, with place and bytes.
+
+A row is of the kernels alone. In the 3x3 and the strided 1x1 convolutions they also make those products that a training leaves to
+PyTorch. Why, and what is allowed: [the note](../../notes/host-cost-of-a-call.md).
 """
 
 

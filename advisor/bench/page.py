@@ -22,26 +22,33 @@ BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
 
-Made from the JSON files in the folders here by `python -m advisor.bench.page`; the JSON by `advisor bench ops`, `advisor bench models` and
-`advisor bench hosts` on the machine that names the folder. Wins and losses alike.
+`python -m advisor.bench.page` makes these pages from the JSON files in the folders here. `advisor bench ops`,
+`advisor bench models` and `advisor bench hosts` make the JSON on the machine that names the folder. Wins and losses are
+shown alike.
 
 {machines}
-Ratios compare within a machine and a run. What the kernels are dispatched for is decided once for all GPUs: a case has to win on one of them, and
-may on none take {tie} more than what it replaces.
+Ratios compare within a machine and a run. Dispatch is decided once for all GPUs: a case must win on one GPU, and may take at
+most {tie} more than PyTorch's own on any other.
 
 ## How it is measured
 
-All contenders in one process, interleaved, each in a row of up to eight of its own calls between two CUDA events,
-behind a pad that hides launch times and one call more, over rotating inputs; medians, with (p90 - p10) / median as spread. Until
-2026-11-23 it was one call behind the pad, which takes 2 to 9 us more ([how](../notes/kernels/how-kernels-are-measured.md#rows-of-calls)). *Limit* is the time for the
-bytes that the pass must move, each tensor once as often as the pass cannot avoid it, at the copy bandwidth measured in the same run,
-or for its operations at the rate of a matrix product, whichever is longer. Errors are relative, against fp64, beside PyTorch's own.
-*Units* are counted by the GPU's performance monitors (`--counters`), after the timing, in rows of our calls that take about 3 ms, sampled every
-20 us: the mean of the samples that lie wholly inside ([how](../notes/kernels/how-kernels-are-measured.md#what-holds-a-kernel-counted-in-rows)).
+| column | what it is |
+|---|---|
+| times | All contenders run in one process, by turns. Each runs a row of up to eight of its own calls between two CUDA events, \
+after a pad that hides launch times. Inputs rotate. Medians; the spread is (p90 - p10) / median. Rows of before 2026-11-23 \
+are single calls, which take 2 to 9 µs more ([how](../notes/kernels/how-kernels-are-measured.md#rows-of-calls)). |
+| *limit* | The longer of two times: the bytes that the pass must move at the copy bandwidth of the same run, and its \
+operations at the rate of a matrix product. |
+| *error* | Relative, against fp64, with PyTorch's own for comparison. |
+| *units* | Shares of the GPU's units by its performance monitors (`--counters`), in rows of about 3 ms, sampled every 20 µs \
+([how](../notes/kernels/how-kernels-are-measured.md#what-holds-a-kernel-counted-in-rows)). |
+| *memory* | The most that a pass had allocated beyond its inputs. |
+| *host* | The time until a call returns, ours less eager's. Ours goes through a site as in a captured graph, eager's is called \
+without its modules. Median of 20 rows of 8 calls each, by turns, on an idle GPU and a shared host \
+([how](../notes/host-cost-of-a-call.md#calls-replayed-from-c)). |
+| *compile* | torch.compile in its default mode. |
+
 A family of `advisor kernels list` that is on no page has no measurement on file, and nothing runs it.
-Memory is the most that a pass had allocated beyond its inputs. *Host* is the time that a call takes until it returns, ours less
-eager's, where eager is called without its modules and ours through a site as in a captured graph; median of 20 rows of 8 calls of each by turns on an idle GPU, on a
-host shared with others ([how](../notes/host-cost-of-a-call.md#calls-replayed-from-c)). *Compile* is torch.compile in its default mode.
 How a number is gathered in a training: [measurement](../measurement.md).
 """
 

@@ -39,30 +39,29 @@ _HEAD = """# Which networks the kernels find
 
 <!-- Made by `python tests/kernels/networks_page.py`; do not edit. -->
 
-Kernels take the place of PyTorch's operations where a captured forward holds a family's pattern. This page counts such places in
-networks as their libraries publish them, a column a family. A number is how many places the family has taken; "17 of 56" that it
-has left 39, for the reasons below, to a family further right or to PyTorch. Empty: the network has none.
+The bundled kernels replace PyTorch's operations where a captured forward has a family's pattern. This page counts such places
+in networks as their libraries publish them, with a column for each family. "17 of 56" means that the family has taken 17 places
+and left 39, to a family further right or to PyTorch. The reasons are below. An empty cell: the network has no such place.
 
-Not measured speed: a place is counted where it would run the kernels on an H200 by the measurements on file, in a forward in
-training mode under bf16 autocast, channels_last, at 224 x 224 and a batch of 64 (299 for Inception and Xception, 256 and 16 for
-segmentation, two volumes of 96 x 96 x 96, what the script has by itself for the examples). `pointwise`, and `pooling` that takes a bias
-and ReLU along, want large tensors and find more of them in larger batches.
+**What counts.** A place counts if the kernels would run there on an H200, by the measurements on file. Speed was not measured.
+The forward is in training mode under bf16 autocast, channels_last, at 224 x 224 and a batch of 64. Inception and Xception have
+299 x 299. Segmentation has 256 x 256 and a batch of 16, or two volumes of 96 x 96 x 96. The examples have what the script has.
+`pointwise`, and `pooling` with a bias and ReLU, want large tensors, so they find more in larger batches.
 
-Seen by capturing each net as `advisor apply` does, with Dynamo and all families' rewrites, but with fake CUDA tensors and CUDA's
-autocast (`tests/kernels/fake_gpu.py`): the graphs have a GPU's dtypes and shapes, no GPU is needed, nothing is computed. The rewrites
-ask for shapes and dtypes. What a call looks at beside them is taken to hold: sm_80 or newer, channels_last, aligned memory. Versions
-and dates stand with each table. `python tests/kernels/networks_page.py --capture` makes the page anew, `tests/kernels/test_zoo.py`
-says of some nets how many places there must be, and the report of `advisor apply` lists the places of your own network by module
-path, with what was left alone and why.
+**How.** Each network is captured as `advisor apply` does, with Dynamo and all families' rewrites, but with fake CUDA tensors and
+CUDA's autocast (`tests/kernels/fake_gpu.py`). So the graphs have a GPU's dtypes and shapes, and no GPU is needed. Conditions that a
+rewrite does not ask for are taken to hold: sm_80 or newer, channels_last, aligned memory.
+
+`python tests/kernels/networks_page.py --capture` makes the page again. `tests/kernels/test_zoo.py` holds some networks to a number of
+places. The report of `advisor apply` lists the places of your own network by module path, with what was left alone and why.
 """
 
 _TAIL = """
-In no report, for nothing of theirs looks like a place: ECA, effective and split squeeze-and-excite, a norm between the two products of
-a squeeze-and-excite, global response norm, selective kernels, PReLU, PixelShuffle, factors that are plain numbers (as in EDSR).
-There are no kernels for them.
+These have no kernels, so no report lists them: ECA, effective and split squeeze-and-excite, a norm between the two products of a
+squeeze-and-excite, global response norm, selective kernels, PReLU, PixelShuffle, and factors that are plain numbers (as in EDSR).
 
-Nothing is taken inside an activation checkpoint that chooses what it keeps (`context_fn`), nor in any checkpoint of a graph that
-Inductor compiles; none of these networks has one. What looks like a pattern and computes something else is in
+Nothing is taken inside an activation checkpoint that chooses what it keeps (`context_fn`), nor in a checkpoint of a graph that
+Inductor compiles. None of these networks has such a checkpoint. Patterns that look alike and compute something else are in
 `tests/kernels/test_left_alone.py`: frozen halves, shortcuts that are written into, gates over rows.
 """
 
