@@ -22,11 +22,12 @@ NOT_COUNTED = "no counters on file"
 
 _TEXT = f"""## Goals
 
-Limit ÷ ours that kernels are to reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where they are dispatched.
-Cases short of it are listed behind, the largest gap first, with what share of each unit's peak our kernels used: the {units.SHOWN} busiest
-units, the share of time in which an SM had work, and of the warps that it can hold. *Held by* follows from these, each unit taken while SMs had
-work: the busiest, if it is at {FULL * 100:.0f} % of its peak or more; else latency, as no unit is full. Time in which SMs had no work (the tail of a
-launch, and the next one's beginning) is told beside, from {IDLE * 100:.0f} % on.
+The share of the limit (limit ÷ ours) that kernels should reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more,
+where they are dispatched. Then come the cases below it, the largest gap first, with the share of each unit's peak that our kernels used:
+the {units.SHOWN} busiest units, the share of time in which an SM had work, and the share of the warps that it can hold.
+
+*Held by* is the busiest unit while SMs had work, if that unit is at {FULL * 100:.0f} % of its peak or more. Otherwise it is latency: no
+unit is full. Time in which SMs had no work (the tail of a launch, and the beginning of the next) is added from {IDLE * 100:.0f} % on.
 """
 
 

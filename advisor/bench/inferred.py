@@ -12,14 +12,15 @@ from advisor.ops.family import Family
 
 _TEXT = """## Dispatched without a row of their own
 
-What is dispatched is measured here, or taken to do as something that is: each kind of call that has no row, by dtype, with the kind that stands for it and
-what speaks for that. The list is `INFERRED` in each family's `spec.py`, beside `wins`, which decides; a test holds both to the rows.
+What is dispatched is measured here, or inferred from a kind that is. Each kind of call without a row is below, by dtype, with the kind
+that stands for it and the reason. The list is `INFERRED` in each family's `spec.py`, next to `wins`, which decides. A test holds both to
+the rows.
 """
 
 _SIZES = """### Sizes
 
-What `wins` asks of a call's size; beyond that a family is dispatched at every size that its kernels support, larger and smaller than what is on file. By
-family: kinds dispatched, those of them with rows, and the smallest input among the cases measured and dispatched.
+What `wins` asks of a call's size. Within that a family is dispatched at every size that its kernels support, also larger and smaller than
+the sizes on file. By family: kinds dispatched, kinds with rows, and the smallest input among the cases measured and dispatched.
 """
 
 
@@ -29,7 +30,7 @@ def section(families: Sequence[tuple[Family, Measured]]) -> str:
 
 
 def _inferred(families: Sequence[tuple[Family, Measured]]) -> str:
-    lines = [_TEXT, "| family | kind | dtype | taken to do as | because |", "|---|---|---|---|---|"]
+    lines = [_TEXT, "| family | kind | dtype | inferred from | because |", "|---|---|---|---|---|"]
     for family, _ in families:
         for entry in family.inferred:
             like = " ".join(filter(None, (entry.like or "the same", entry.like_dtype and f"in {entry.like_dtype}")))

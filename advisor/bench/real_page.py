@@ -10,11 +10,14 @@ from typing import Any
 PAGE = "real.md"
 _HEAD = """# Real trainings
 
-{gpu}, torch {torch}, CUDA {cuda}; by `advisor bench real`. Other people's repositories as they are published, each behind a runner that makes
-its data; their code is not here. *Proved*: the plan of `advisor apply --auto` is faster than the script as written in fresh processes, and
-trains alike. *First proof* counts from the script's first step. *Device*: by how much the device's own time is shorter, where the step waits
-for its loader or the host's launches. *By hand*: bf16 autocast, channels_last, cuDNN autotuning and a fused optimizer, the better of without and
-with torch.compile, in runs right after; – where none worked or none was run.
+{gpu}, torch {torch}, CUDA {cuda}; by `advisor bench real`. These are other people's repositories as they are published, each behind a
+runner that makes its data. Their code is not here.
+
+- *Proved*: the plan of `advisor apply --auto` is faster than the script as written in fresh runs, and trains alike.
+- *First proof* counts from the script's first step.
+- *Device*: by how much the device's own time is shorter, where the step waits for its loader or the host's launches.
+- *By hand*: bf16 autocast, channels_last, cuDNN autotuning and a fused optimizer, the better of without and with torch.compile, in runs
+  right after. –: none worked, or none was run.
 
 {summary}
 """
