@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -50,3 +51,15 @@ def test_a_long_sentence_and_a_long_line_are_found() -> None:
         len(s.split()) for s in sentences(f"# Head\n\n{long}\n\n```sh\n{long}\n```\n\n- an item that counts\n")
     ] == [42, 4, 5]
     assert list(blocks("| a |\n\n1. one\n2. two\n   more\n")) == [["1. one"], ["2. two", "   more"]]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_is_fenced(page: str) -> None:
+    """Indented code is not told from the text of a list item, neither by readers nor by what wraps lines."""
+    text = re.sub(r"^( *)```.*?^\1```", "", (REPO / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    found, item = [], False
+    for before, line in zip(["", *text.splitlines()], text.splitlines(), strict=False):
+        item = bool(re.match(r"\s*([-*]|\d+\.) ", line)) or (item and (not line.strip() or line.startswith(" ")))
+        if not before.strip() and line.startswith("    ") and not item:
+            found.append(line)
+    assert found == []
