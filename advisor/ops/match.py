@@ -492,12 +492,15 @@ def twin(graph_module: fx.GraphModule) -> fx.GraphModule:
     return found
 
 
-def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable[..., Any]:
+def backend(
+    reports: Mapping[str, MatchReport], *, mode: str | None, instead: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """A Dynamo backend that puts in the operations of the families named in `reports`, in the catalog's order.
 
     After them, where it is named, `weight_casts`: it takes the weights that no family's operation reads as they are.
 
-    `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor.
+    `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor. `instead` is given the graph and its
+    inputs in Inductor's place, and returns what runs.
     """
     from advisor.ops import (  # which read graphs through this module
         concatenation,
@@ -544,6 +547,8 @@ def backend(reports: Mapping[str, MatchReport], *, mode: str | None) -> Callable
         if mode is None:
             forward: Callable[..., Any] = graph_module.forward
             return forward
+        if instead is not None:
+            return cast(Callable[..., Any], instead(graph_module, inputs))
         from torch._inductor import list_mode_options
         from torch._inductor.compile_fx import compile_fx
 

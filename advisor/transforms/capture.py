@@ -22,6 +22,7 @@ from advisor.loop.attach import Attached
 from advisor.loop.training import Training
 from advisor.ops import match
 from advisor.transforms import numpy_flags
+from advisor.transforms.ahead.recording import Recording
 from advisor.transforms.base import Undo
 from advisor.transforms.forward import CAPTURE, CAPTURED, ForwardStack, KeptLayers, hooks_of
 from advisor.transforms.graphs import host_values
@@ -37,7 +38,7 @@ class CaptureLayer:
     """A layer for ForwardStack: captured in training, the inner forward as it is in evaluation."""
 
     families: frozenset[str]  # kernel families whose operations are put in, and weight_casts.ID
-    mode: str | None  # torch.compile's mode, None for eager
+    mode: str | Recording | None  # torch.compile's mode, or its graphs are recorded; None for eager
     reports: dict[str, match.MatchReport] = field(init=False)  # by family
     _rewritten: WeakKeyDictionary[fx.GraphModule, Callable[..., Any]] = field(init=False)  # by the graph as captured
 
@@ -72,7 +73,7 @@ class CaptureLayer:
         plain = shared.inner
         captured: Callable[..., Any] = functools.partial(shared.run, self)
         if self.mode is not None:
-            captured = _ByHooks(plain, module, lambda: match.backend(self.reports, mode=self.mode))
+            captured = _ByHooks(plain, module, self._compiling)
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
@@ -81,6 +82,11 @@ class CaptureLayer:
                 return captured(*args, **kwargs)
 
         return forward
+
+    def _compiling(self) -> _Backend:
+        if isinstance(self.mode, Recording):
+            return match.backend(self.reports, mode=self.mode.mode, instead=self.mode.keep)
+        return match.backend(self.reports, mode=self.mode)
 
 
 _Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -277,7 +283,7 @@ def release(modules: Iterable[torch.nn.Module]) -> None:
             stack.forget(_captured)
 
 
-def _install(module: torch.nn.Module, families: frozenset[str], mode: str | None) -> None:
+def _install(module: torch.nn.Module, families: frozenset[str], mode: str | Recording | None) -> None:
     stack = ForwardStack.of(module)
     if families or mode is not None:
         stack.set(CAPTURED, _captured)
@@ -294,13 +300,13 @@ def set_family(modules: Iterable[torch.nn.Module], family: str) -> Undo:
     )
 
 
-def set_mode(modules: Iterable[torch.nn.Module], mode: str) -> Undo:
-    """Have these modules compiled by Inductor in `mode`."""
+def set_mode(modules: Iterable[torch.nn.Module], mode: str | Recording) -> Undo:
+    """Have these modules compiled by Inductor in `mode`, or the graphs recorded that it would be given."""
     return _set(modules, lambda families, _: (families, mode), lambda families, _: (families, None))
 
 
-_Settings = tuple[frozenset[str], "str | None"]
-_Change = Callable[[frozenset[str], "str | None"], _Settings]
+_Settings = tuple[frozenset[str], "str | Recording | None"]
+_Change = Callable[[frozenset[str], "str | Recording | None"], _Settings]
 
 
 _limits: list[int] = []  # the script's own recompile limit, once for each change that is on, in whatever order they go

@@ -34,6 +34,7 @@ from advisor.transforms.bundle import Bundle
 from advisor.transforms.channels_last import in_nhwc
 from advisor.trials import planfile, planner, records, whole
 from advisor.trials.kept import KeptChanges
+from advisor.trials.live.beside import MODES, CompiledBeside
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
@@ -94,6 +95,7 @@ class SearchDriver:
         self.kept.settle()
         training.draws = []
         self.loop = Loop(training, session, watcher, find, self.kept, parts=session.parts)
+        self.beside = CompiledBeside(self.loop)
         self._on_top: list[str] = []
         self._whole_kept = False  # what was tried as one, first of all, holds: it is to be proved at once
         self._postponed: dict[object, _Postponed] = {}
@@ -153,6 +155,8 @@ class SearchDriver:
                 brought, members, candidate = candidate, pair, planner.as_one(pair)
             if self.loop.host_bound and self._graphs_may_tell(candidate, waiting):
                 self._postpone(candidate, "the host's launches bound the step", 0.0, waiting)
+                continue
+            if not members and (yield from self._compiles_beside(candidate, waiting)):
                 continue
             current = self._resumed(candidate)
             title = transform_table.title(candidate.transform)
@@ -266,6 +270,22 @@ class SearchDriver:
         self.loop.traced = None
         self._moves[records.attempt(candidate)] += 1
         return self._moves[records.attempt(candidate)]
+
+    def _compiles_beside(
+        self, candidate: Recommendation, waiting: list[Recommendation]
+    ) -> Generator[None, StepEvent, bool]:
+        """Whether a process beside is compiling for this candidate, which then has its turn behind the others that wait."""
+        if self.beside.wanted(candidate):
+            yield from self.beside.begin(candidate)
+            records.clear_current(self.session.folder)
+        if candidate.transform not in MODES or not self.beside.running:
+            return False
+        if waiting:
+            waiting.append(candidate)
+            return True
+        tell(self.session, "phase", phase="compiling beside")
+        yield from self.beside.wait(self.session.deadline_unix_s)
+        return False
 
     # -- half precision behind CUDA graphs --------------------------------------------------------------------------
 
