@@ -15,9 +15,9 @@ from advisor.analysis.view import View, is_index
 from advisor.analysis.whatif import OP_HIGH_US, OP_LOW_US, Change, Saving, Step
 from advisor.core.findings import Interval
 from advisor.core.metrics import MetricTable
-from advisor.core.profile import KernelRow
+from advisor.core.profile import WHOLE, KernelRow
 from advisor.core.provenance import Provenance
-from advisor.core.units import time_text
+from advisor.core.units import counted, time_text
 
 Cure = Callable[[View, Step], Change | Interval | None]
 
@@ -37,6 +37,8 @@ STACK_WORST, STACK_BEST = 0.6, 1.6
 FILL_WORST = 0.7
 ALLOCATING_WORST = 0.6
 GC_WORST = 0.8
+# Of a backward pass's time in a module, what its weights' gradients take at least; the input's may be needed by what stands before.
+WEIGHT_GRADIENTS = 0.3
 # Of the time in fp64: half where bytes are the limit and less where launches are; nearly all where the device is slow at fp64 (1/64 of the
 # fp32 rate on GPUs for graphics), or converts back.
 FP64_WORST, FP64_BEST = 0.25, 0.95
@@ -50,6 +52,7 @@ def fill(view: View, table: MetricTable) -> None:
     step = Step.of(view)
     if view.rows:
         table.set("fresh_fill_frac", view.share(_fills_fresh))
+        table.set("untrained_frac", view.share(lambda row: _untrained(view, row)))
     for name, cure in CURES.items():
         change = cure(view, step) if step is not None else None
         if step is None or change is None:
@@ -128,6 +131,31 @@ def anomaly(view: View, step: Step) -> Change | None:
         best=Saving(device_us=time, gaps_us=step.gaps_us, sync_us=step.sync_us, host_us=high),
         basis=basis,
     )
+
+
+def untrained(view: View, step: Step) -> Change | None:
+    """No gradients for parameters that no optimizer holds: those of the weights at least, and all that is computed for them at most."""
+    facts = view.profile.model
+    rows = [row for row in view.rows if _untrained(view, row)]
+    # What the script updates by hand has its gradients read.
+    if not rows or optimizer.own_update(view):
+        return None
+    names = [name for name in facts.untrained if not name.endswith(WHOLE)]
+    own = sum(row.time_us for row in rows if row.module in names)
+    return Change(
+        worst=Saving(device_us=WEIGHT_GRADIENTS * own),
+        best=Saving(device_us=sum(row.time_us for row in rows)),
+        basis=f"{share(view, rows, step)} compute backward in {counted(len(names), 'module')} of which no optimizer has the parameters",
+    )
+
+
+def _untrained(view: View, row: KernelRow) -> bool:
+    """Backward of a module whose parameters no optimizer holds, or of one without any in a model that has none but such."""
+    names = view.profile.model.untrained
+    if row.phase != "backward" or not names:
+        return False
+    # What lies between such modules is computed for those below, which may be trained.
+    return row.module in names or row.module.partition(".")[0] + WHOLE in names
 
 
 def _fills_fresh(row: KernelRow) -> bool:
@@ -211,4 +239,5 @@ CURES: Mapping[str, Cure] = {
     "empty_cache": empty_cache,
     "gc": garbage,
     "fp64": single_precision,
+    "untrained": untrained,
 }

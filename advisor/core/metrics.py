@@ -108,9 +108,7 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
         "where the time goes",
         "a short window traced with PyTorch's own tracer (Kineto); gaps in the device's work, by what the host did at that time",
     ),
-    _n(
-        "work_frac", "frac", "share of the step in which work runs: the GPU's, or on a CPU all but waits for the loader"
-    ),
+    _n("work_frac", "frac", "share of the step in which work runs: the GPU's, or on a CPU that of operators"),
     _n("busy_frac", "frac", "share of the step with any device work running", _GPU),
     _n("idle_frac", "frac", "share of the step with the device idle", _GPU),
     _n("idle_data_frac", "frac", "idle while the host waited in the loader", _GPU),
@@ -443,6 +441,8 @@ _LISTED: tuple[MetricSpec | _Section, ...] = (
         "frac",
         "share of device time in fills of memory that was just allocated, as under deterministic algorithms",
     ),
+    _n("untrained_frac", "frac", "share of device time in backward of modules whose parameters no optimizer holds"),
+    *_saved("untrained", "computing no gradients for parameters that no optimizer holds"),
     *_saved("anomaly", "switching anomaly detection off"),
     *_saved("deterministic", "letting go of deterministic algorithms, or of what they fill,"),
     *_saved("empty_cache", "taking torch.cuda.empty_cache out of the loop"),

@@ -200,6 +200,9 @@ class LayoutBreak:
     what: str
 
 
+WHOLE = ".*"  # behind a model's name: all of it
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
     """What the script trains and how, read from live objects without changing them."""
@@ -207,6 +210,8 @@ class ModelFacts:
     roots: tuple[str, ...] = ()  # class names of the modules the script calls itself and that own parameters
     # Names of modules called in every step without gradients, as their rows' modules begin.
     guides: tuple[str, ...] = ()
+    # Modules whose parameters get gradients and are in no optimizer, as rows name them; "Net.*" where a model has no others.
+    untrained: tuple[str, ...] = ()
     parameters: int = 0
     module_counts: dict[str, int] = field(default_factory=dict)  # class name → how many
     convs: tuple[ConvFact, ...] = ()

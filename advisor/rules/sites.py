@@ -294,6 +294,9 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
         lambda row: row.phase != "optimizer" and any(word in row.op for word in ("index", "gather", "scatter")),
         lambda row: row.time_us,
     ),
+    "untrained": lambda p: _rows(
+        p, lambda row: row.phase == "backward" and row.module in p.model.untrained, lambda row: row.time_us
+    ),
     "fp64_kernels": lambda p: (
         [(-float(i), f"{s.source}: {s.what}{_calls(s.calls)}") for i, s in enumerate(p.promotions)]
         or _rows(p, lambda row: row.dtype == "fp64", lambda row: row.time_us)

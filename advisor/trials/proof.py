@@ -24,6 +24,7 @@ LOADER, HOST = "its loader", "the host's launches"
 CLEAR, APART = 1.1, 0.04
 # Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower.
 NOT_SLOWER = 0.97
+NOT_FASTER = "not faster"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +99,12 @@ def clear(verdict: StackVerdict) -> bool:
     return verdict.passed is True and surest >= CLEAR
 
 
+def leaves_open(verdict: StackVerdict, min_gain: float) -> bool:
+    """Whether it was not faster, by runs in which noise would hide a gain of `min_gain` as well."""
+    slower = verdict.passed is False and verdict.detail.startswith(NOT_FASTER)
+    return slower and (verdict.speedup_high or 0.0) > 1.0 + min_gain
+
+
 def judge(
     plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem], *, flow: bool
 ) -> StackVerdict:
@@ -124,7 +131,7 @@ def judge(
         less_work = own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0
         passed = None if point > 1.0 or less_work else False
         detail = f"{point:.2f}× ({low:.2f} to {high:.2f}) in fresh runs"
-        detail = f"too noisy to confirm: {detail}" if passed is None else f"not faster: {detail}"
+        detail = f"too noisy to confirm: {detail}" if passed is None else f"{NOT_FASTER}: {detail}"
     batch = plain[0].batch_size
     return StackVerdict(
         passed=passed,

@@ -114,8 +114,11 @@ class StackTrial:
         while verdict.passed is not True:
             dropped = self._least_trusted(kept)
             kept = [item for item in kept if item not in dropped]
+            hidden = proof.leaves_open(verdict, self.min_gain)
+            why = "noise hides what it does" if hidden else "together with the other changes it did not hold"
             for item in dropped:
-                self._revert(item, f"together with the other changes it did not hold in fresh runs: {verdict.detail}")
+                status = INCONCLUSIVE if hidden else REVERTED
+                self._revert(item, f"{why} in fresh runs: {verdict.detail}", status=status)
             if before is not None and _names(kept) == set(before.items):
                 return before
             if kept:
@@ -125,7 +128,8 @@ class StackTrial:
                 if self.script.over:
                     return before or self._cut_short()
             if not kept:
-                return self._unproved(kept, f"nothing is kept: {verdict.detail}", verdict)
+                open_yet = dataclasses.replace(verdict, passed=None) if hidden else verdict
+                return self._unproved(kept, f"nothing is kept: {verdict.detail}", open_yet)
             verdict = self._judge(runs.plain, runs.stack, kept)
         return self._proof(verdict, runs.plain, runs.stack, kept)
 
@@ -365,7 +369,8 @@ class StackTrial:
     def _judge(
         self, plain: Sequence[Measurement], stack: Sequence[Measurement], kept: Sequence[PlanItem]
     ) -> StackVerdict:
-        return proof.judge(plain, stack, kept, flow=self._flow(kept))
+        verdict = proof.judge(plain, stack, kept, flow=self._flow(kept))
+        return verdict if stack else dataclasses.replace(verdict, detail=f"{verdict.detail}: {self.runs.why_none}")
 
     def _flow(self, kept: Sequence[PlanItem]) -> bool:
         return any(item.transform in planner.RESTARTED for item in kept)

@@ -21,7 +21,7 @@ from advisor.loop.compiles import compiled_code_in_use, graph_breaks, is_compile
 from advisor.loop.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner, subtracts_means
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
-from advisor.profiling.inside import settings
+from advisor.profiling.inside import settings, untrained
 from advisor.profiling.inside.annotate import module_names
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.normalising import CHANNELS, tails
@@ -98,6 +98,7 @@ def model_facts(
     return ModelFacts(
         roots=tuple(type(inner(module)).__name__ for module in modules),
         guides=tuple(guide.name for guide in training.guides),
+        untrained=untrained.modules(training),
         parameters=sum(p.numel() for p in parameters),
         module_counts=dict(Counter(type(m).__name__ for m in everything)),
         convs=convs,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import profiles
 import pytest
 
 from advisor.analysis import metrics
 from advisor.core.metrics import MetricTable
-from advisor.core.profile import StepProfile
+from advisor.core.profile import KernelRow, StepProfile
 
 
 def saved(table: MetricTable, cure: str) -> tuple[float, float]:
@@ -101,6 +102,40 @@ def test_torchs_own_optimizers_are_other_rules_matter() -> None:
     found = metrics(looping(profiles.with_rows(base, *without), "optimizer", optimizer_host_us=6000.0))
     assert found.number("own_optimizer_calls") == 0
     assert found.number("own_optimizer_saved_high") is None
+
+
+UNHELD = ("Teacher.conv", "Teacher.norm", "Teacher.*")
+
+
+def backward_of(module: str, time_us: float, **more: Any) -> KernelRow:
+    return profiles.row(name="b", op="aten::b", kind="conv", phase="backward", module=module, time_us=time_us, **more)
+
+
+def test_gradients_for_parameters_that_no_optimizer_holds_are_told() -> None:
+    base = profiles.laptop()
+    rows = [backward_of("Teacher.conv", 30_000), backward_of("Teacher.relu", 5_000), backward_of("Net.conv1", 20_000)]
+    base = profiles.with_rows(base, *base.kernels, *rows)
+    found = metrics(replace(base, model=replace(base.model, untrained=UNHELD)))
+    assert found.number("untrained_frac") == pytest.approx(35 / 195)
+    low, high = saved(found, "untrained")
+    # The weights' own gradients at least; at most all of it, what lies between these modules too.
+    assert 0 < low < 30 / 195 < high
+    assert low / high == pytest.approx(0.3 * 30 / 35)
+
+
+def test_of_a_model_that_is_trained_in_part_only_the_modules_without_an_optimizer_are_told() -> None:
+    base = profiles.laptop()
+    rows = [backward_of("Net.backbone", 30_000), backward_of("Net.relu", 5_000), backward_of("Net.head", 20_000)]
+    base = profiles.with_rows(base, *base.kernels, *rows)
+    found = metrics(replace(base, model=replace(base.model, untrained=("Net.backbone",))))
+    assert found.number("untrained_frac") == pytest.approx(30 / 195)
+
+
+def test_gradients_that_an_update_by_hand_reads_are_none_for_nobody() -> None:
+    base = profiles.cifar()
+    model = replace(base.model, optimizers=(), untrained=("Net.conv1",))
+    found = metrics(looping(profiles.with_rows(base, *base.kernels), "optimizer", model=model, optimizer_host_us=6e3))
+    assert found.number("untrained_saved_high") is None
 
 
 def test_what_grows_is_told_with_the_time_until_memory_is_full() -> None:

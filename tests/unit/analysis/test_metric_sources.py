@@ -63,10 +63,17 @@ def sources() -> set[str]:
     """Metrics that the profiles' own fields give, and those that the sampler, the steps and the trace bring along."""
     built = [replace(build(), utilization={}) for build in profiles.ALL.values()]
     cupy = replace(detailed(), model=replace(detailed().model, flags={"uses_cupy": True, "cupy_alone": True}))
-    sampled = replace(detailed(), utilization={"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)})
+    whole = detailed()
+    sampled = replace(whole, utilization={"cpu_util_frac": Quantity(value=0.5, provenance=Provenance.MEASURED)})
+    teacher = replace(ROW, module="ResNet.dw", phase="backward")
+    teaching = replace(
+        sampled,
+        kernels=(*profiles.resnet50().kernels, teacher),
+        model=replace(whole.model, optimizer_own=False, untrained=("ResNet.dw",)),
+    )
     known = {
         name
-        for profile in (*built, detailed(), sampled, cupy)
+        for profile in (*built, whole, sampled, teaching, cupy)
         for name, metric in metrics(profile)
         if metric.value is not None
     }
