@@ -311,6 +311,57 @@ FAULTS: tuple[Fault, ...] = (
         machines=("gpu",),
         styles=("flat", "trainer"),
     ),
+    Fault(
+        id="teacher-records-a-graph",
+        expect=("gradients-unused",),
+        slots={
+            "imports": "import copy",
+            "sizes": _small(),
+            "model": TUNED["model"] + "\n${s}teacher = copy.deepcopy($model).eval()",
+            "loss": """
+                with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+                    output = $model($x)
+                    guide = ${s}teacher($x)
+                loss = F.mse_loss(output.float(), guide.float()) + F.cross_entropy(output.float(), $y)
+            """,
+        },
+        cured={
+            "imports": "import copy",
+            "sizes": _small(),
+            "model": TUNED["model"] + "\n${s}teacher = copy.deepcopy($model).eval()",
+            "loss": """
+                with torch.autocast("cuda", torch.bfloat16, enabled=on_gpu):
+                    output = $model($x)
+                    with torch.no_grad():
+                        guide = ${s}teacher($x)
+                loss = F.mse_loss(output.float(), guide.float()) + F.cross_entropy(output.float(), $y)
+            """,
+        },
+        styles=("functions", "trainer"),
+    ),
+    Fault(
+        id="head-alone-in-optimizer",
+        expect=("gradients-unused",),
+        slots={
+            "sizes": _small(),
+            "optimizer": "$opt = torch.optim.Adam(list($model.parameters())[-2:], lr=0.001, fused=on_gpu)",
+        },
+        cured={
+            "sizes": _small(),
+            "optimizer": """
+                for weight in list($model.parameters())[:-2]:
+                    weight.requires_grad_(False)
+                $opt = torch.optim.Adam(list($model.parameters())[-2:], lr=0.001, fused=on_gpu)
+            """,
+        },
+        by_turns={
+            "begin": """
+                for weight in list($model.parameters())[:-2]:
+                    weight.requires_grad_(alternate.faulty)
+            """,
+        },
+        styles=("flat",),
+    ),
     # --- switches that somebody left on -----------------------------------------------------------------------------
     Fault(
         id="anomaly-switched-on",
