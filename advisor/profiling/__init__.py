@@ -1,0 +1,1 @@
+"""Measure a script: `inside` its process, `beside` it, and `after` it; `machine` and `trace` serve all three."""

@@ -1,0 +1,1 @@
+"""One file a change of the running training: match, apply, undo, and the effect to expect. `graphs/` has CUDA graphs."""

@@ -1,0 +1,1 @@
+"""A search: order, rounds, fresh runs, proof and plan. `live/` is one trial in the loop, `numerics/` the gate."""

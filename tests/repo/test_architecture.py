@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import sys
 from pathlib import Path
@@ -59,3 +60,9 @@ def test_a_new_reader_finds_where(question: str) -> None:
     files = re.findall(r"`((?:advisor|rules|kernels)/[\w./-]+)`", row)
     assert files
     assert [name for name in files if not (REPO / name).exists()] == []
+
+
+def test_every_module_opens_with_what_it_does() -> None:
+    sources = sorted((REPO / "advisor").rglob("*.py"))
+    assert sources
+    assert [str(path) for path in sources if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []

@@ -1,0 +1,1 @@
+"""Uint8 batches made fp32 on the GPU, normalised as the data set would have done it."""

@@ -1,0 +1,1 @@
+"""Start the script, and sample the GPU and the host while it runs. In the supervisor."""
