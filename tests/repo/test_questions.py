@@ -81,3 +81,19 @@ def test_one_word_for_one_thing(page: Path) -> None:
     text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
     found = [f"{match[0]!r}: {better}" for word, better in (NOT | WRITTEN).items() for match in re.finditer(word, text)]
     assert found == []
+
+
+def test_messages_quoted_by_symptom_are_advisors() -> None:
+    """What a table quotes as `it says` stands in the sources, so that somebody who searches for it finds it."""
+    said = "\n".join(
+        path.read_text(encoding="utf-8")
+        for folder, kind in (("advisor", "*.py"), ("rules", "*.yaml"))
+        for path in sorted((REPO / folder).rglob(kind))
+    )
+    quoted = []
+    for page in FOR_USERS:
+        for table in re.findall(r"^\| it says \|.*\n\|[-|: ]+\n((?:\|.*\n)+)", page.read_text(encoding="utf-8"), re.M):
+            quoted += [row.split("|")[1].strip() for row in table.splitlines()]
+    assert len(quoted) > 5
+    parts = [part.strip() for text in quoted for part in re.split(r", |…|`[^`]*`|\bN\b|\(|\)", text)]
+    assert [part for part in parts if len(part.split()) > 2 and part not in said] == []
