@@ -4,7 +4,7 @@
 
 A driver of a mode (profiling/inside/driver.py's, for one) appends its listener to `training.on_step`; it is called at each step boundary with a
 StepEvent, inside the user's last `Optimizer.step()` of the step, after discovery has updated `training`. From there it
-may switch transforms, call `discover.capture_next_step(training)`, read `watcher.interval` (what the finished interval
+may switch transforms, call `recorded.capture_next_step(training)`, read `watcher.interval` (what the finished interval
 held), write files, and end the script with `stop.stop(session, reason)`. An exception of a listener switches advisor
 off and leaves the training alone; StopTraining passes.
 """

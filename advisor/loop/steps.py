@@ -152,6 +152,11 @@ class StepWatcher:
 
     # -- what hooks report ------------------------------------------------------------------------------------------
 
+    def in_training_thread(self) -> bool:
+        """Whether the calling thread is the one that trains; the main thread as long as none is known."""
+        known = self.thread
+        return threading.get_ident() == known if known else threading.current_thread() is threading.main_thread()
+
     def elsewhere(self) -> bool:
         """Whether the calling thread does not work for the one that trains.
 

@@ -258,7 +258,7 @@ def model_hash(modules: Iterable[Any]) -> str:
 
     The same for every instance of one architecture, alone or wrapped for several processes; values play no part.
     """
-    from advisor.loop.discover import inner  # imports torch, which the supervisor does without
+    from advisor.loop.values import inner  # imports torch, which the supervisor does without
 
     digest = hashlib.sha256()
     for root in map(inner, modules):

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.loop.discover import output_tensors
 from advisor.loop.training import RootModule, Training
+from advisor.loop.values import output_tensors
 from advisor.trials.numerics.gate import Gate
 from numerics.nets import Kind
 

@@ -18,10 +18,12 @@ from torch import nn
 from advisor.core.profile import ConvFact, InputStats, LayoutBreak, ModelFacts, Site
 from advisor.loop import layouts, ranks
 from advisor.loop.compiles import compiled_code_in_use, graph_breaks, is_compiled
-from advisor.loop.discover import BatchSeen, Discovery, IteratorSeen, Observations, inner, subtracts_means
+from advisor.loop.discover import Discovery
+from advisor.loop.observed import BatchSeen, IteratorSeen, Observations, subtracts_means
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
 from advisor.profiling.inside import settings, untrained
+from advisor.loop.values import inner
 from advisor.profiling.inside.annotate import module_names
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.normalising import CHANNELS, tails
@@ -175,7 +177,7 @@ def input_stats(
     if discovery is None:
         return found
     usual_us = statistics.median(waits_us) if waits_us and iterators_per_step < 0.5 else 0.0
-    cost = discovery.epochs.cost(usual_us)
+    cost = discovery.loaders.epochs.cost(usual_us)
     return replace(
         found,
         epoch_make_us=cost.make_us,

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
-from advisor.loop.discover import capture_next_step
+from advisor.loop.recorded import capture_next_step
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import RootModule, Training
 from advisor.trials.numerics.appeal import close_by, yardstick

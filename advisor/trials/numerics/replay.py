@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from advisor.loop.discover import output_tensors
 from advisor.loop.training import RootModule
+from advisor.loop.values import output_tensors
 from advisor.trials.measure import seed_everything
 from advisor.trials.numerics.state import SavedState
 

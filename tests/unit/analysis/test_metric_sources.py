@@ -12,7 +12,7 @@ from advisor.core.loading import LoaderWork, WorkLine
 from advisor.core.metrics import BY_NAME, SPECS
 from advisor.core.profile import Environment, LayoutBreak, MemoryStats, ModelFacts, Quantity, Spread, StepProfile
 from advisor.core.provenance import Provenance
-from advisor.loop.discover import Observations
+from advisor.loop.observed import Observations
 from advisor.loop.records import StepsRecord
 from advisor.profiling.after.aggregate import Aggregate
 from advisor.profiling.after.assemble import _from_steps, _from_trace

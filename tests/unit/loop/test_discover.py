@@ -19,12 +19,14 @@ from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from advisor.loop import discover, stop
+from advisor.loop import discover, stop, values
 from advisor.loop.attach import Attached, attach_training
-from advisor.loop.discover import Discovery, capture_next_step, inner
+from advisor.loop.discover import Discovery
+from advisor.loop.recorded import capture_next_step
 from advisor.loop.session import Session
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import StepEvent, Training
+from advisor.loop.values import inner
 from advisor.profiling.inside import facts
 from advisor.transforms.images import NormalisedImages, Table
 
@@ -287,11 +289,11 @@ class Slow(Dataset):
 
 
 def test_batches_that_are_there_are_told_from_those_to_wait_for() -> None:
-    assert discover._late(iter(DataLoader(Slow(0.0), 1)))  # the training thread makes it itself
+    assert values.still_to_come(iter(DataLoader(Slow(0.0), 1)))  # the training thread makes it itself
     waiting = iter(DataLoader(Slow(10.0**6), 1, num_workers=1))
-    assert discover._late(waiting)
+    assert values.still_to_come(waiting)
     ready = iter(DataLoader(Slow(0.0), 1, num_workers=1))
-    until(lambda: not discover._late(ready))
+    until(lambda: not values.still_to_come(ready))
     next(ready)
     for worker in waiting._workers:
         worker.kill()
@@ -394,7 +396,7 @@ def test_images_kept_as_bytes_are_told_as_bytes_and_stay_so(found: Found) -> Non
     _, _, discovery = found
     pixels = torch.zeros(4, 3, 6, 8, dtype=torch.uint8)
     images = NormalisedImages(pixels, Table(torch.zeros(3, 256)))
-    discovery._look_at_batch([images, torch.zeros(4)])
+    discovery.look_at_batch([images, torch.zeros(4)], None)
     seen = discovery.seen.batch
     assert (seen.nbytes, seen.dtype, seen.shape) == (4 * 3 * 6 * 8 + 16, torch.uint8, (4, 3, 6, 8))
     assert seen.pointers == {pixels.data_ptr()}
@@ -594,7 +596,7 @@ def test_inner_sees_through_wrappers() -> None:
     ],
 )
 def test_first_shape(batch: object, shape: tuple[int, ...]) -> None:
-    assert discover._first_shape(batch) == shape
+    assert values.first_shape(batch) == shape
 
 
 @pytest.mark.parametrize("by_hand", [False, True])

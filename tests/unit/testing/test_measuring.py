@@ -16,7 +16,7 @@ from torch.overrides import _get_current_function_mode_stack
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from advisor.core.errors import AdvisorError
-from advisor.loop import attach, discover
+from advisor.loop import attach, loaders
 from advisor.profiling.inside import driver
 from advisor.testing import allocations, host_reads, measuring
 from advisor.testing.measured import Measured
@@ -168,7 +168,7 @@ def test_a_fault_of_advisors_own_is_an_error_and_leaves_nothing_behind(
     with pytest.raises(AdvisorError, match="fault in advisor ended the measurement: RuntimeError: planted"):
         measure(convolution_step(), **SHORT)
     monkeypatch.undo()
-    monkeypatch.setattr(discover.Discovery, "hook_loaders", broken)
+    monkeypatch.setattr(loaders.LoaderWatch, "hook", broken)
     with pytest.raises(TypeError):
         measure(convolution_step(), **SHORT)
 
