@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 
 from advisor.core.errors import first_line
-from advisor.loop import discover, steps
+from advisor.loop import discover, hooks
 from advisor.loop.patches import Patches
 from advisor.loop.session import Session, tell
 from advisor.loop.steps import StepWatcher
@@ -44,7 +44,7 @@ def attach_training(session: Session) -> tuple[Training, StepWatcher]:
     patches.on_fault.append(lambda error: tell(session, FAULT, error=first_line(error)))
     training = Training(device=torch.device("cpu"))
     try:
-        watcher = steps.attach(training, session, patches)
+        watcher = hooks.attach(training, session, patches)
         plain = session.mode == "profile" and not session.kept  # some changes need the inputs to find their places
         discovery = discover.attach(training, watcher, keep_inputs=not plain, infer=plain)
     except BaseException:

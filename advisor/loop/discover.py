@@ -24,13 +24,14 @@ from advisor.loop.compiles import is_compiled
 from advisor.loop.forwards import ForwardWatch
 from advisor.loop.guides import Guides
 from advisor.loop.habits import Habits
+from advisor.loop.interval import EVALUATION
 from advisor.loop.loaders import LoaderWatch
 from advisor.loop.observed import IteratorSeen, Observations
 from advisor.loop.patches import Patch
 from advisor.loop.recorded import RecordedStep
 from advisor.loop.rootcalls import RootCalls
 from advisor.loop.sources import user_line
-from advisor.loop.steps import EVALUATION, FORWARD, StepWatcher
+from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.training import RootModule, StepEvent, Training
 from advisor.loop.values import autocast_dtype, elements, inner, sent, shapes
 

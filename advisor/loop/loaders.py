@@ -14,8 +14,9 @@ from torch.utils.data import DataLoader
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from advisor.loop.epochs import Epochs
+from advisor.loop.interval import EPOCH
 from advisor.loop.repeats import in_loop
-from advisor.loop.steps import EPOCH, FORWARD, StepWatcher
+from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.timing import clocks
 from advisor.loop.training import Draw, Training
 from advisor.loop.values import first_shape, still_to_come

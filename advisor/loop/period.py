@@ -25,3 +25,31 @@ def smallest_period(
         if all(tail[i] == tail[i + period] for i in range(len(tail) - period)) and covering <= set(tail[:period]):
             return period
     return 0
+
+
+def period_of(history: tuple[Hashable, ...], alive: set[Hashable], *, new: bool) -> int:
+    """The period of optimizers' calls; 0 while there is none.
+
+    Args:
+        alive: optimizers that it has to hold, as long as one holds them all.
+        new: there was no other period before.
+    """
+    if len(alive) == 1 and new:
+        return 1  # there is but one optimizer, and never was another
+    period = smallest_period(history, covering=alive)
+    if not period and len(history) > MAX_PERIOD:
+        # An optimizer that exists is never stepped: go by those that are.
+        period = smallest_period(history, covering=set(history))
+    return period
+
+
+def begun_like(old: tuple[Hashable, ...], pattern: tuple[Hashable, ...]) -> tuple[tuple[Hashable, ...], int]:
+    """The pattern, turned to begin where the old one did, and the position in it.
+
+    A round may be entered in its middle: it begins at the first of a run of the calls that the old one began with.
+    """
+    starts = [i for i in range(len(pattern)) if old and pattern[i] == old[0] and pattern[i - 1] != old[0]]
+    if not starts or not starts[0]:
+        return pattern, 0
+    shift = starts[0]
+    return pattern[shift:] + pattern[:shift], len(pattern) - shift

@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from advisor.loop.steps import works_for
+from advisor.loop.threads import works_for
 from advisor.loop.training import Training
 from advisor.transforms.base import Undo
 from advisor.transforms.patch import replace_attribute

@@ -19,9 +19,10 @@ from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.stderr import say
 from advisor.loop.attach import Attached, attach_training
+from advisor.loop.hooks import after_optimizer_steps
 from advisor.loop.patches import Patches
 from advisor.loop.session import Session, tell
-from advisor.loop.steps import StepWatcher, after_optimizer_steps
+from advisor.loop.steps import StepWatcher
 from advisor.loop.training import StepEvent, Training
 from advisor.transforms import registry
 from advisor.transforms.base import Transform, Undo

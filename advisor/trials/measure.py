@@ -18,8 +18,9 @@ from advisor.core import storage
 from advisor.distributed import joining, place, prints
 from advisor.loop import ranks
 from advisor.loop.attach import attach_training
+from advisor.loop.interval import BACKWARDS, EPOCH, EVALUATION, SHAPES
 from advisor.loop.session import TIMING_FILE, Session, tell
-from advisor.loop.steps import BACKWARDS, EPOCH, EVALUATION, SHAPES, StepWatcher
+from advisor.loop.steps import StepWatcher
 from advisor.loop.stop import stop
 from advisor.loop.timing import step_times
 from advisor.loop.training import StepEvent, Training

@@ -377,13 +377,13 @@ def test_a_fault_of_advisor_leaves_the_training_alone(tmp_path: Path) -> None:
                 if name != "advisor.profiling.inside.driver":
                     return None
                 sys.meta_path.remove(self)
-                from advisor.loop.steps import StepWatcher
-                judge = StepWatcher._judge
-                def faulty(self, interval):
-                    if self.seen == 5:
+                from advisor.loop.interval import Usual
+                judge = Usual.judge
+                def faulty(self, interval, *, first):
+                    if self.intervals == 5:
                         raise ZeroDivisionError("planted")
-                    return judge(self, interval)
-                StepWatcher._judge = faulty
+                    return judge(self, interval, first=first)
+                Usual.judge = faulty
                 return None
         sys.meta_path.insert(0, Plant())
         """,

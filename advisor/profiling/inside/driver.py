@@ -24,6 +24,7 @@ from advisor.loop import rankrecords, ranks
 from advisor.loop.attach import Attached, attach_training
 from advisor.loop.compiles import Compilations, compiled_graphs, together
 from advisor.loop.discover import LOOK_STEPS, Discovery
+from advisor.loop.interval import EPOCH, EVALUATION, OWN, PATTERN
 from advisor.loop.records import (
     FACTS_FILE,
     MAX_LOSSES,
@@ -36,7 +37,7 @@ from advisor.loop.records import (
     save_trace,
 )
 from advisor.loop.session import Session, tell
-from advisor.loop.steps import EPOCH, EVALUATION, FORWARD, OWN, PATTERN, StepWatcher
+from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times, window
 from advisor.loop.training import StepEvent, Training

@@ -93,8 +93,8 @@ def model_facts(
     for parameter in parameters:
         sizes[dtype_name(parameter.dtype)] += parameter.numel()
     convs = tuple(_convs(training, seen))
-    backwards = (watcher.usual_backwards if watcher is not None else 0) or 1
-    called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.closure_steps)
+    backwards = (watcher.usual.backwards if watcher is not None else 0) or 1
+    called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.usual.closure_steps)
     optimizers = sorted(training.optimizers, key=_values, reverse=True)
     world = _world(training.device)
     return ModelFacts(

@@ -17,8 +17,8 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
 from advisor.loop import graphs
 from advisor.loop.attach import Attached
+from advisor.loop.interval import BACKWARDS, SHAPES
 from advisor.loop.recorded import capture_next_step
-from advisor.loop.steps import BACKWARDS, SHAPES
 from advisor.loop.training import StepEvent
 from advisor.ops.verify import unusable
 from advisor.transforms.base import Transform

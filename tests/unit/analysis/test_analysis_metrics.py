@@ -22,7 +22,7 @@ from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Quantity, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
-from advisor.loop import steps
+from advisor.loop import interval
 from advisor.reporting import wording
 from advisor.resources import kernel_entries
 
@@ -155,7 +155,7 @@ def test_short_epochs_are_told_by_the_steps_left_out() -> None:
     numbers(metrics(base), epoch_frac=0.0)
     numbers(metrics(replace(base, excluded=left_out)), epoch_frac=2 / (5 + 5))
     # The reasons are those that the steps are left out for.
-    assert set(EPOCH_BEGINS) == {steps.EPOCH, steps.EVALUATION}
+    assert set(EPOCH_BEGINS) == {interval.EPOCH, interval.EVALUATION}
 
 
 def test_shares_and_causes_of_the_step_add_up() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.loop import steps, stop
+from advisor.loop import interval, modelcalls, steps, stop
 from advisor.loop.attach import Attached, attach_training
 from advisor.loop.session import Session
 from advisor.loop.steps import StepWatcher
@@ -48,8 +48,8 @@ def infer(model: nn.Module, count: int, batch: int = 4) -> None:
 def test_each_call_of_the_model_is_a_step_once_training_is_ruled_out(attach: Attach) -> None:
     watcher = attach()
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).eval()
-    infer(model, steps.FORWARD_PATIENCE - 1)
-    assert (watcher.kind, watcher.seen, watcher.forward_steps) == ("none", 0, steps.FORWARD_PATIENCE - 1)
+    infer(model, modelcalls.FORWARD_PATIENCE - 1)
+    assert (watcher.kind, watcher.seen, watcher.forward_steps) == ("none", 0, modelcalls.FORWARD_PATIENCE - 1)
     infer(model, 11)
     assert (watcher.kind, watcher.seen) == (steps.FORWARD, 11)
     assert [root.name for root in watcher.training.roots] == ["Sequential"]
@@ -66,9 +66,9 @@ def test_a_script_known_to_infer_is_not_waited_for(attach: Attach) -> None:
 
 
 def test_slow_calls_are_not_waited_for_either(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(steps, "FORWARD_PATIENCE_S", -1.0)
+    monkeypatch.setattr(modelcalls, "FORWARD_PATIENCE_S", -1.0)
     watcher = attach()
-    infer(nn.Linear(3, 2), steps.FORWARD_LEAST + 2)
+    infer(nn.Linear(3, 2), modelcalls.FORWARD_LEAST + 2)
     assert (watcher.kind, watcher.seen) == (steps.FORWARD, 3)
 
 
@@ -92,8 +92,8 @@ def test_a_smaller_last_batch_is_left_out(attach: Attach) -> None:
     for _ in range(2):
         infer(model, 9)
         infer(model, 1, batch=2)
-    assert [event.reason for event in events[1:] if event.reason in (steps.SHAPES, steps.EVALUATION)] == [
-        steps.SHAPES
+    assert [event.reason for event in events[1:] if event.reason in (interval.SHAPES, interval.EVALUATION)] == [
+        interval.SHAPES
     ] * 2
 
 
@@ -101,7 +101,7 @@ def test_an_optimizer_that_is_made_first_leaves_everything_unobserved(attach: At
     watcher = attach()
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    infer(model.eval(), steps.FORWARD_PATIENCE + 4)  # an evaluation before the training
+    infer(model.eval(), modelcalls.FORWARD_PATIENCE + 4)  # an evaluation before the training
     assert (watcher.kind, watcher.forward_steps) == ("none", 0)
     for _ in range(3):
         model(torch.randn(4, 3)).sum().backward()

@@ -8,7 +8,7 @@ import time
 import torch
 
 from advisor.loop import heap
-from advisor.loop.steps import living_optimizers
+from advisor.loop.optimizers import living_optimizers
 
 
 class Odd(type):

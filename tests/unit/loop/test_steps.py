@@ -21,7 +21,7 @@ from torch.optim.optimizer import (
 from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.hooks import RemovableHandle
 
-from advisor.loop import steps, stop
+from advisor.loop import hooks, interval, steps, stop
 from advisor.loop.attach import Attached, attach_training
 from advisor.loop.period import smallest_period
 from advisor.loop.session import Session
@@ -108,7 +108,7 @@ def test_steps_are_those_of_one_of_several_threads(loop: Loop, where: list[int])
     first.join()
     assert set(where) == {first.ident}
     assert loop.watcher.patches.fault is None
-    assert loop.watcher.usual_backwards == 1
+    assert loop.watcher.usual.backwards == 1
     assert len(loop.training.optimizers) == 1
 
 
@@ -158,17 +158,17 @@ def test_one_optimizer_each_call_is_a_step(loop: Loop) -> None:
         optimizer.step()
         losses.append(loss.item())
     assert [event.index for event in loop.events] == list(range(6))
-    assert loop.reasons[0] == steps.FIRST
+    assert loop.reasons[0] == interval.FIRST
     assert [event.loss.item() for event in loop.events if event.loss is not None] == losses
     assert loop.watcher.kind == "optimizer"
-    assert loop.watcher.usual_backwards == 1
+    assert loop.watcher.usual.backwards == 1
     assert loop.training.optimizers == [optimizer]
 
 
 def test_at_a_boundary_the_optimizers_range_is_closed(loop: Loop, monkeypatch) -> None:
     told: list[str] = []
-    monkeypatch.setattr(steps.updates, "optimizer_begins", lambda optimizer: told.append(type(optimizer).__name__))
-    monkeypatch.setattr(steps.updates, "optimizer_ends", lambda: told.append("ended"))
+    monkeypatch.setattr(hooks.updates, "optimizer_begins", lambda optimizer: told.append(type(optimizer).__name__))
+    monkeypatch.setattr(hooks.updates, "optimizer_ends", lambda: told.append("ended"))
     loop.training.on_step.append(lambda event: told.append("boundary"))
     model = nn.Linear(3, 2)
     optimizer = sgd(model)
@@ -187,7 +187,7 @@ def test_accumulation_counts_backwards_not_steps(loop: Loop) -> None:
             optimizer.step()
             optimizer.zero_grad()
     assert len(loop.events) == 5
-    assert loop.watcher.usual_backwards == 4
+    assert loop.watcher.usual.backwards == 4
     assert loop.training.batch_size == 16
 
 
@@ -198,9 +198,9 @@ def test_a_round_with_another_number_of_backwards_is_not_clean(loop: Loop) -> No
         for _ in range(1 if number == 6 else 2):
             model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-    assert loop.reasons[6] in (steps.BACKWARDS, steps.SHAPES)
+    assert loop.reasons[6] in (interval.BACKWARDS, interval.SHAPES)
     assert not loop.events[6].clean
-    assert loop.events[7].reason in ("", steps.OWN)
+    assert loop.events[7].reason in ("", interval.OWN)
 
 
 @pytest.mark.parametrize("critics", [1, 2, 5])
@@ -223,7 +223,7 @@ def test_a_gan_steps_once_a_round(loop: Loop, critics: int) -> None:
     assert ends == [0, 1, 1, 1, 1]
     assert len(loop.events) == 4
     assert loop.watcher.pattern_length == critics + 1
-    assert loop.watcher.usual_backwards == 2 * critics + 1
+    assert loop.watcher.usual.backwards == 2 * critics + 1
     assert loop.training.fixed_shapes
     assert loop.training.batch_size == 4
     assert {root.name for root in loop.training.roots} == {"Linear", "Linear#2"}
@@ -239,10 +239,10 @@ def test_regularisation_in_some_rounds_does_not_keep_steps_from_being_found(loop
                 optimizer.zero_grad()
                 model(torch.randn(4, 2)).sum().backward()
                 optimizer.step()
-    assert loop.reasons.count(steps.PATTERN) <= steps.BROKEN + 1
-    assert steps.PATTERN not in loop.reasons[-40:]
-    assert sum(event.clean or event.reason == steps.OWN for event in loop.events[-40:]) >= 20
-    assert loop.watcher.usual_backwards == 2
+    assert loop.reasons.count(interval.PATTERN) <= steps.BROKEN + 1
+    assert interval.PATTERN not in loop.reasons[-40:]
+    assert sum(event.clean or event.reason == interval.OWN for event in loop.events[-40:]) >= 20
+    assert loop.watcher.usual.backwards == 2
     assert set(loop.training.optimizers) == {for_generator, for_critic}
 
 
@@ -265,7 +265,7 @@ def test_an_optimizer_stepped_now_and_then_does_not_end_the_finding_of_steps(loo
     before = len(loop.events)
     train(2 * every)
     assert len(loop.events) - before >= 2 * every - 2
-    assert steps.PATTERN not in loop.reasons[before:]
+    assert interval.PATTERN not in loop.reasons[before:]
     # The next model is followed all the same.
     model = nn.Linear(2, 2)
     optimizer, before = sgd(model), len(loop.events)
@@ -294,7 +294,7 @@ def test_an_optimizer_for_each_parameter_stepped_in_backward(loop: Loop) -> None
     for hook in hooks:
         hook.remove()  # Python does not collect what a tensor's hooks hold
     assert len(loop.events) == 11  # one round shows which optimizer comes again
-    assert {event.reason for event in loop.events[2:]} <= {"", steps.OWN}
+    assert {event.reason for event in loop.events[2:]} <= {"", interval.OWN}
     assert inside == [False] * 11
     assert [root.module for root in loop.training.roots] == [model]
     assert len(loop.training.optimizers) == 60
@@ -313,7 +313,7 @@ def test_a_second_optimizer_that_appears_later_changes_the_pattern(loop: Loop) -
         second(torch.randn(4, 2)).sum().backward()
         other.step()
     assert loop.watcher.pattern_length == 2
-    changed = [event for event in loop.events if event.reason == steps.PATTERN]
+    changed = [event for event in loop.events if event.reason == interval.PATTERN]
     assert len(changed) == 1
     assert len(loop.training.optimizers) == 2
 
@@ -355,9 +355,9 @@ def test_evaluation_and_new_epochs_are_left_out(loop: Loop) -> None:
         with torch.no_grad():
             for (x,) in test:
                 model(x)
-    unclean = {event.index: event.reason for event in loop.events if not event.clean and event.reason != steps.OWN}
+    unclean = {event.index: event.reason for event in loop.events if not event.clean and event.reason != interval.OWN}
     assert set(unclean) == {0, 5, 10}
-    assert unclean[5] in (steps.EVALUATION, steps.EPOCH)
+    assert unclean[5] in (interval.EVALUATION, interval.EPOCH)
     assert loop.training.loaders == [train]
     assert loop.training.batch_size == 8
     assert loop.training.fixed_shapes
@@ -370,7 +370,7 @@ def test_the_smaller_last_batch_is_left_out_and_shapes_stay_fixed(loop: Loop) ->
         for x in torch.randn(44, 3).split(8):
             model(x).sum().backward()
             optimizer.step()
-    shapes = [event.index for event in loop.events if event.reason == steps.SHAPES]
+    shapes = [event.index for event in loop.events if event.reason == interval.SHAPES]
     assert shapes == [5, 11, 17]
     assert loop.training.fixed_shapes
     assert loop.training.batch_size == 8
@@ -384,7 +384,7 @@ def test_shapes_that_always_vary_are_no_reason(loop: Loop) -> None:
         optimizer.step()
     assert not loop.training.fixed_shapes
     late = loop.events[12:]
-    assert not any(event.reason == steps.SHAPES for event in late)
+    assert not any(event.reason == interval.SHAPES for event in late)
 
 
 @pytest.mark.parametrize(("every", "fixed"), [(0, True), (40, True), (5, False)])
@@ -408,7 +408,7 @@ def test_a_new_iterator_each_step_is_part_of_the_step(loop: Loop) -> None:
         (x,) = next(iter(loader))
         model(x).sum().backward()
         optimizer.step()
-    assert not any(event.reason == steps.EPOCH for event in loop.events[steps.MIN_INTERVALS :])
+    assert not any(event.reason == interval.EPOCH for event in loop.events[interval.MIN_INTERVALS :])
 
 
 def test_a_skipped_update_ends_the_step(loop: Loop) -> None:
@@ -425,7 +425,7 @@ def test_a_skipped_update_ends_the_step(loop: Loop) -> None:
             assert loop.events[3].loss is not None
             assert loop.events[3].loss.item() == loss.item()  # the loss, not the scaled one
     assert len(loop.events) == 8
-    assert loop.reasons[5] == steps.SKIPPED
+    assert loop.reasons[5] == interval.SKIPPED
     assert loop.training.scalers == [scaler]
 
 
@@ -454,7 +454,7 @@ def test_a_closure_may_run_backward_as_often_as_it_likes(loop: Loop) -> None:
     for _ in range(8):
         optimizer.step(closure)
     assert len(loop.events) == 8
-    assert not {steps.BACKWARDS, steps.SHAPES} & set(loop.reasons)
+    assert not {interval.BACKWARDS, interval.SHAPES} & set(loop.reasons)
     assert loop.training.batch_size == 16
 
 
@@ -503,9 +503,9 @@ def test_a_closure_that_runs_once_is_a_step_like_any_other(loop: Loop) -> None:
             step_of(8, last=batch == 2)
     step_of(5, last=True)
     assert len(loop.events) == 11
-    assert not loop.watcher.closure_steps
-    assert loop.watcher.usual_backwards == 3
-    assert loop.reasons[-1] == steps.BACKWARDS
+    assert not loop.watcher.usual.closure_steps
+    assert loop.watcher.usual.backwards == 3
+    assert loop.reasons[-1] == interval.BACKWARDS
     assert loop.training.batch_size == 24
 
 
@@ -520,7 +520,7 @@ def test_the_scripts_own_marker_overrides(loop: Loop) -> None:
     assert loop.watcher.kind == "marker"
     marked = loop.events[2:]  # the first round's two updates came before the first mark
     assert len(marked) == 6
-    assert loop.watcher.usual_backwards == 2
+    assert loop.watcher.usual.backwards == 2
 
 
 def test_without_an_optimizer_the_period_of_backward_passes_serves(loop: Loop) -> None:
@@ -555,7 +555,7 @@ def test_a_gradient_penalty_is_no_backward_pass_of_its_own(loop: Loop) -> None:
         (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
         grad.square().sum().backward()
         optimizer.step()
-    assert loop.watcher.usual_backwards == 1
+    assert loop.watcher.usual.backwards == 1
 
 
 def test_a_failing_listener_switches_advisor_off_and_the_loop_goes_on(
