@@ -26,7 +26,8 @@ else:
 @pytest.fixture
 def declare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """`declare(id, **fields)`: for this test there is a row of this id, or the one that there is says this."""
-    from advisor.core.transform_table import ROWS, Row, Stage
+    from advisor.core.transform_row import Row, Stage
+    from advisor.core.transform_table import ROWS
 
     def declared(identifier: str, **fields: object) -> None:
         made = ROWS.get(identifier) or Row(id=identifier, title=identifier, code="", stage=Stage.NORMS)

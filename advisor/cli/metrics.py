@@ -12,7 +12,8 @@ from advisor.cli import layout, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import format_option
 from advisor.core.errors import AdvisorError
-from advisor.core.metrics import SPECS, MetricSpec
+from advisor.core.metric_spec import MetricSpec
+from advisor.core.metrics import SPECS
 from advisor.core.units import counted
 
 

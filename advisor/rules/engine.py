@@ -9,7 +9,7 @@ from advisor.core import transform_table
 from advisor.core.findings import Finding, Interval, Outcome, Recommendation, Semantics
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.profile import StepProfile
-from advisor.core.transform_table import Row
+from advisor.core.transform_row import Row
 from advisor.core.units import percent_text
 from advisor.rules.conditions import comparisons, evidence, truth
 from advisor.rules.messages import fill

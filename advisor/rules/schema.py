@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from advisor.core.findings import Semantics
-from advisor.core.metrics import BY_NAME, MetricSpec
+from advisor.core.metric_spec import MetricSpec
+from advisor.core.metrics import BY_NAME
 from advisor.core.transform_table import ROWS
 from advisor.rules import estimate, messages, units
 from advisor.rules.conditions import OPERATORS, All, AnyOf, Comparison, Condition, Not, Threshold

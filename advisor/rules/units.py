@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from advisor.core import units
-from advisor.core.metrics import MetricSpec
+from advisor.core.metric_spec import MetricSpec
 
 # metric unit → suffix as written → factor to the metric's unit. "" stands for no suffix.
 SUFFIXES: dict[str, dict[str, float]] = {

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.core import transform_table
 from advisor.core.errors import ExitCode
+from advisor.core.transform_row import TOGETHER
 from advisor.core.verdict import KEPT, OPEN, UNCONFIRMED, Round, TrialLog
 from advisor.trials import records, spent
 from advisor.trials.proof import Proof
@@ -33,7 +33,7 @@ def log(
     notes = [script.stepless, *script.notes] if script.stepless else list(script.notes)
     verdicts = records.verdicts(script.run_dir)
     for split in verdicts:
-        if transform_table.TOGETHER in split.transform:
+        if TOGETHER in split.transform:
             notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
     written, temporary = restore.written(script.run_dir)
     if temporary:
@@ -42,7 +42,7 @@ def log(
     return TrialLog(
         script=script.command.words[0],
         argv=script.command.words[1:],
-        verdicts=tuple(v for v in verdicts if transform_table.TOGETHER not in v.transform),
+        verdicts=tuple(v for v in verdicts if TOGETHER not in v.transform),
         rounds=tuple(rounds),
         stack=proved.verdict if proved is not None else None,
         files_written=written,

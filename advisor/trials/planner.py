@@ -15,7 +15,8 @@ from advisor.analysis.view import View
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
-from advisor.core.transform_table import TOGETHER, Stage, conflicts, having, row, title
+from advisor.core.transform_row import TOGETHER, Stage
+from advisor.core.transform_table import conflicts, having, row, title
 from advisor.core.verdict import Verdict
 
 LAYOUT = "channels_last"

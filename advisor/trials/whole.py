@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from advisor.core.findings import Recommendation
-from advisor.core.transform_table import TOGETHER, Part, row
+from advisor.core.transform_row import TOGETHER, Part
+from advisor.core.transform_table import row
 from advisor.core.verdict import Verdict
 from advisor.trials import planner
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from advisor.core.transform_table import ROWS, Row, Stage
+from advisor.core.transform_row import Row, Stage
+from advisor.core.transform_table import ROWS
 from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
 

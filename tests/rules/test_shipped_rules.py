@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from advisor.core.findings import Outcome, Semantics
 from advisor.core.metrics import SPECS, MetricTable
-from advisor.core.transform_table import ROWS, Stage
+from advisor.core.transform_row import Stage
+from advisor.core.transform_table import ROWS
 from advisor.ops import catalog
 from advisor.resources import rules_dir
 from advisor.rules import evaluate, load, recommend, run_cases

@@ -22,8 +22,8 @@ from advisor.loop.discover import Discovery
 from advisor.loop.observed import BatchSeen, IteratorSeen, Observations, subtracts_means
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
-from advisor.profiling.inside import settings, untrained
 from advisor.loop.values import inner
+from advisor.profiling.inside import settings, untrained
 from advisor.profiling.inside.annotate import module_names
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.normalising import CHANNELS, tails

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from advisor.core.profile import WHOLE
-from advisor.loop.steps import living_optimizers
+from advisor.loop.optimizers import living_optimizers
 from advisor.loop.training import Training
 from advisor.profiling.inside.annotate import module_names
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from advisor.core import storage, transform_table
+from advisor.core import storage
 from advisor.core.profile import StepProfile
+from advisor.core.transform_row import TOGETHER
 from advisor.core.verdict import Verdict
 from advisor.loop.session import Session
 from advisor.loop.steps import StepWatcher
@@ -61,7 +62,7 @@ class Loop:
         Raises:
             AdvisorError: when there is none of that name.
         """
-        names = identifier.split(transform_table.TOGETHER)
+        names = identifier.split(TOGETHER)
         return Bundle(identifier, [self.find(name) for name in names]) if len(names) > 1 else self.find(identifier)
 
     def synchronize(self) -> None:

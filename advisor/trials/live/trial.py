@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from advisor.core import architectures, transform_table
+from advisor.core import architectures
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
+from advisor.core.transform_row import TOGETHER
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
 from advisor.loop import graphs
 from advisor.loop.attach import Attached
@@ -406,5 +407,5 @@ class Trial:
 
 def precision_of(transform: Transform) -> str:
     """The class that a change of precision, or several as one, computes in."""
-    names = set(transform.id.split(transform_table.TOGETHER))
+    names = set(transform.id.split(TOGETHER))
     return "tf32" if "tf32" in names and not names & planner.HALF else "half"
