@@ -9,7 +9,7 @@ import torch
 
 from advisor.core.errors import AdvisorError
 from advisor.loop import attach as attached
-from advisor.loop import discover, steps
+from advisor.loop import discover, hooks
 from advisor.loop.discover import LOOK_STEPS
 from advisor.loop.patches import Patches
 from advisor.loop.period import MAX_PERIOD
@@ -43,7 +43,7 @@ def found_in(
     patches = Patches()
     training = Training(device=device)
     try:
-        watcher = steps.attach(training, session, patches)
+        watcher = hooks.attach(training, session, patches)
         discovery = discover.attach(training, watcher, keep_inputs=keep_inputs)
         # From the first mark on only marks count, and it begins the look at the modules.
         watcher.mark()

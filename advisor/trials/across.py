@@ -21,6 +21,7 @@ from typing import Any
 from advisor.core import storage, transform_table
 from advisor.core.errors import first_line
 from advisor.core.findings import Recommendation
+from advisor.core.transform_row import TOGETHER
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, SKIPPED, Blocks, Check, Verdict
 from advisor.distributed import board
 from advisor.distributed.place import LOST
@@ -158,7 +159,7 @@ class AcrossDriver:
         return (yield from self._trial(transform, candidate))
 
     def _transform(self, identifier: str) -> Transform:
-        names = identifier.split(transform_table.TOGETHER)
+        names = identifier.split(TOGETHER)
         return Bundle(identifier, [self.find(name) for name in names]) if len(names) > 1 else self.find(identifier)
 
     def _trial(self, transform: Transform, candidate: Recommendation) -> Generator[None, StepEvent, Verdict]:

@@ -13,12 +13,13 @@ from typing import Any
 from advisor.core import transform_table
 from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
-from advisor.core.transform_table import Stage
+from advisor.core.transform_row import TOGETHER, Stage
 from advisor.core.verdict import Check
 from advisor.distributed.alone import alone
 from advisor.distributed.board import Board
 from advisor.loop.attach import Attached
-from advisor.loop.steps import BACKWARDS, SHAPES, StepWatcher
+from advisor.loop.interval import BACKWARDS, SHAPES
+from advisor.loop.steps import StepWatcher
 from advisor.loop.training import StepEvent, Training
 from advisor.transforms.base import Transform
 from advisor.trials.live.trial import CAPTURE_TRIES, precision_of
@@ -138,7 +139,7 @@ def _held_against(apart: list[Distance], limit: float) -> Check:
 def sends(transform: Transform) -> bool:
     """Whether it changes how gradients are sent, and nothing else."""
     name = transform.id
-    return transform_table.TOGETHER not in name and transform_table.row(name).stage is Stage.RANKS
+    return TOGETHER not in name and transform_table.row(name).stage is Stage.RANKS
 
 
 def rounds_to() -> str:
