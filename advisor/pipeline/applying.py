@@ -190,11 +190,12 @@ class _Applying:
 
     def search(self, candidates: Sequence[Recommendation], measured: StepProfile, found: Findings) -> ApplyResult:
         """Try the candidates; in the process that was profiled that has begun, where it goes on."""
-        from advisor.trials import ledger
+        from advisor.trials import ledger, proved_before
 
         begun = self.handover.search if self.handover is not None else None
         log, plan, exit_code = (begun or self._begin(measured)).finish(candidates)
-        ledger.append(ledger.entries(log, measured))
+        whole = proved_before.entry(log, measured)
+        ledger.append([*ledger.entries(log, measured), *([whole] if whole is not None else [])])
         write_report(self.run_dir, measured, found, log)
         file = plan_beside(plan, self.run_dir, self.say)
         return ApplyResult(

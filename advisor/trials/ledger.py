@@ -1,4 +1,5 @@
-"""Predicted beside measured, for every trial ever made here: one JSON line each, only ever added to.
+"""Predicted beside measured, for every trial ever made here: one JSON line each, only ever added to. Wholes that were proved have lines of
+their own there (proved_before.py).
 
 The file lies in the user's cache folder, or where `ADVISOR_LEDGER` says. It tells `advisor doctor` how far predictions can
 be trusted on this machine, and whoever mends a prediction what it has to explain.
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from advisor.core import storage
 from advisor.core.cache import cache_dir
@@ -88,7 +90,7 @@ def _of_profiled(verdict: Verdict, profiled_us: float) -> Interval:
     return Interval(low=verdict.gain.low * share, high=verdict.gain.high * share, basis=verdict.gain.basis)
 
 
-def append(found: Sequence[Entry]) -> None:
+def append(found: Sequence[Any]) -> None:
     """Add to the ledger, each line in one write. Never raises: a full disk must not spoil a search that is done."""
     if not found:
         return
@@ -101,14 +103,18 @@ def append(found: Sequence[Entry]) -> None:
             os.close(handle)
 
 
-def read(file: Path | None = None) -> tuple[Entry, ...]:
-    """Every line that can be read, oldest first; a line cut off by a crash is passed over."""
+def lines(file: Path | None = None) -> tuple[str, ...]:
+    """Every line, oldest first."""
     try:
-        lines = (file or path()).read_text(encoding="utf-8").splitlines()
+        return tuple((file or path()).read_text(encoding="utf-8").splitlines())
     except (OSError, UnicodeDecodeError):
         return ()
+
+
+def read(file: Path | None = None) -> tuple[Entry, ...]:
+    """Every line that can be read, oldest first; a line cut off by a crash is passed over."""
     found = []
-    for line in lines:
+    for line in lines(file):
         with contextlib.suppress(ValueError, AdvisorError):
             found.append(storage.from_plain(Entry, json.loads(line)))
     return tuple(found)

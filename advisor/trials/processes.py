@@ -18,10 +18,11 @@ from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
 from advisor.profiling.beside.launcher import Exit
-from advisor.trials import planner, records, statistics
+from advisor.trials import planner, proved_before, records, statistics
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.pairs import try_in_pairs
+from advisor.trials.proved_before import Whole
 from advisor.trials.records import InTrial
 from advisor.trials.script import GRACE_S, TRACER_FAULTS, Ended, Script
 from advisor.trials.statistics import decide
@@ -56,6 +57,7 @@ class SearchProcesses:
     max_pairs: int
     noise: float | None = None  # of the plain loop (statistics.noise)
     later: tuple[str, ...] = ()  # what an earlier search has refused for what it does
+    before: Whole | None = None  # what was proved here of the same workload: tried as one, first of all
     late: bool = False  # candidates were left when their time was up
     ended_early: int = 0  # processes whose script came to its own end
     on_whole: Callable[[], None] | None = None  # called once what was tried as one, first of all, is kept
@@ -132,7 +134,7 @@ class SearchProcesses:
         (run_dir / records.TRIALS_DIR / records.FAULT_FILE).unlink(missing_ok=True)
         return {
             "candidates": tuple(left),
-            "later": self.later,
+            "later": (*self.later, *(proved_before.others(self.before, left) if self.before is not None else ())),
             "whole_first": self.on_whole is not None,
             "kept": records.kept_items(run_dir),
             "min_gain": self.min_gain,

@@ -24,7 +24,7 @@ from advisor.core.verdict import KEPT, SKIPPED, TrialLog
 from advisor.loop.session import Session
 from advisor.profiling.beside.launcher import ScriptCommand
 from advisor.profiling.beside.relay import Relay
-from advisor.trials import earlier, fresh, outcome, planfile, planner, records, statistics
+from advisor.trials import earlier, fresh, outcome, planfile, planner, proved_before, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, Chooser
 from advisor.trials.fresh import FreshRuns
@@ -99,11 +99,7 @@ def begin(
     noise = statistics.noise(profile.step_us.raw) if profile is not None and profile.step_us is not None else None
     processes = SearchProcesses(script, budget, runs, min_gain, max_pairs, noise)
     if profile is not None:
-        here = planfile.hashes_here(command.name, environment=planfile.environment_text(profile.environment))
-        processes.later = earlier.refused(run_dir, command.words[0], command.words[1:], here)
-        if processes.later:
-            titles = ", ".join(map(transform_table.title, processes.later))
-            say(f"not tried first, because the last search here rejected it: {titles}")
+        _from_before(processes, profile)
     if noise is not None:
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
@@ -121,6 +117,19 @@ def begin(
     )
     processes.on_whole = search.prove_at_once  # in the first round
     return search
+
+
+def _from_before(processes: SearchProcesses, profile: StepProfile) -> None:
+    """What earlier searches say of what is to be tried as one: of this script what they have refused, of this workload what they proved."""
+    script = processes.script
+    here = planfile.hashes_here(script.command.name, environment=planfile.environment_text(profile.environment))
+    processes.later = earlier.refused(script.run_dir, script.command.words[0], script.command.words[1:], here)
+    if processes.later:
+        titles = ", ".join(map(transform_table.title, processes.later))
+        script.say(f"not tried first, because the last search here rejected it: {titles}")
+    processes.before = proved_before.find(profile)
+    if processes.before is not None:
+        script.say(proved_before.told(processes.before))
 
 
 def _tells(noise: float, step_s: float) -> str:
