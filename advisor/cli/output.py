@@ -63,11 +63,10 @@ def run_text(
 ) -> str:
     """A run as `text`, `json`, `md`, `html`, `perfetto` or `sarif`; `run_dir` is where its plan and its trace may be."""
     if form == "html":
-        from advisor.profiling.after import timeline
-        from advisor.reporting.html import report_html
+        from advisor.runs.page import report_page
 
-        step = timeline.of_run(run_dir, profile.environment) if run_dir is not None else None
-        return report_html(profile, findings, trials, step)
+        assert run_dir is not None  # a page is of a recorded run
+        return report_page(run_dir, profile, findings, trials)
     if form == "json":
         from advisor.reporting.machine import report_json
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 HELD_FILE = "held.json"
 ACTIVATION = "activation"
+OUTSIDE, OTHERS = "outside of models", "other modules"  # in a course: kept by no module, by those that keep least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +33,26 @@ class ModuleCost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CourseLayer:
+    """One layer of a course: what holds it, and how many bytes at each of its times."""
+
+    name: str
+    kind: str  # as HeldRow.kind
+    nbytes: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryCourse:
+    """How what a step holds grows and shrinks. Times are the host's, which allocates and frees, from the step's start."""
+
+    at_us: tuple[float, ...] = ()
+    layers: tuple[CourseLayer, ...] = ()  # from what always stays to what comes and goes; activations by module
+    allocated_bytes: tuple[int, ...] = ()  # all that the device's allocator has given out at these times; none on a CPU
+    backward_us: float = 0.0  # when the backward began; 0 where none was seen
+    length_us: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryLook:
     """One step. `peak_bytes` and `reserved_bytes` are the device allocator's over it; 0 on a CPU, which has none."""
 
@@ -45,6 +66,7 @@ class MemoryLook:
     batch_size: int = 0
     steps: int = 0
     applied: tuple[str, ...] = ()
+    course: MemoryCourse | None = None
     notes: tuple[str, ...] = field(default=())
 
     def of(self, kind: str) -> int:

@@ -14,7 +14,7 @@ STEP: tuple[MetricSpec | Section, ...] = (
     number("gpu_count", "count", "GPUs visible to the script"),
     number("cpu_count", "count", "CPU cores available"),
     number("cpu_threads", "count", "threads that torch's operators on a CPU may use"),
-    number("threads_per_core", "count", "these, for each physical core available"),
+    number("threads_per_core", "count", "torch's threads for each physical core available"),
     number("cpu_others_frac", "frac", "CPU time of other processes on the cores available, over wall time and cores"),
     number("cores_free_frac", "frac", "time of the cores available in which neither the script nor others used them"),
     text("slowing_variables", "environment variables that are set and make a training slower, empty if none"),

@@ -54,6 +54,9 @@ class Session:
     infers: bool = False  # the script is known to train nothing: rounds of its model calls are its steps
     counters: bool = True  # hardware counters wanted
     precision: bool = False  # profile: behind the trace one step more, whose layers are held against fp64 (profiling/inside/precision.py)
+    course: bool = (
+        False  # profile: behind the trace one step more, of which is watched what it holds (profiling/inside/held.py)
+    )
     candidates: tuple[Recommendation, ...] = ()
     later: tuple[str, ...] = ()  # search: changes that are no part of what is tried as one, first of all
     whole_first: bool = False  # search: what fits together of the candidates is tried as one before any by itself

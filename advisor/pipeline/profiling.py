@@ -161,6 +161,9 @@ def profile_script(
         settle_s=settle_s,
         counters=counters and machine.device == "cuda",
         precision=precision,
+        course=not keep_running
+        and handover is None
+        and pace == 1.0,  # it resets the allocator's peaks, and takes a step
         protect_files=protects,
     )
     say(f"running {command.name}; results go to {shown_path(run_dir)}")

@@ -13,16 +13,13 @@ from advisor.core.findings import Findings
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import TrialLog
 from advisor.runs import REPORT_FILE, RUNS_DIR, new_run_dir
+from advisor.runs.page import report_page
 
 Say = Callable[[str], None]
 
 
 def write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
-    from advisor.profiling.after import timeline
-    from advisor.reporting.html import report_html
-
-    step = timeline.of_run(run_dir, profile.environment)
-    storage.write_text(run_dir / REPORT_FILE, report_html(profile, findings, trials, step))
+    storage.write_text(run_dir / REPORT_FILE, report_page(run_dir, profile, findings, trials))
 
 
 def check_rules(rules_dirs: Sequence[Path]) -> None:

@@ -359,7 +359,7 @@ def step_plot(profile: StepProfile) -> StepPlot | None:
     if any(dot.key == "outlier" for dot in dots):
         legend.append(("outlier", f"longer than {OUTLIER} medians"))
     if any(held):
-        told = ", ".join(f"{sum(why == w for w in held)} {why}" for why in dict.fromkeys(filter(None, held)))
+        told = ", ".join(f"{sum(why == w for w in held)} × {why}" for why in dict.fromkeys(filter(None, held)))
         legend.append(("held", f"left out of the median: {told}"))
     ticks = tuple(Mark(at=y(value), text=time_text(value)) for value in (low, (low + high) / 2, high))
     return StepPlot(

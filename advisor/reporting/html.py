@@ -15,13 +15,15 @@ from markupsafe import Markup, escape
 from advisor.analysis.convolutions import products
 from advisor.core import units
 from advisor.core.findings import Findings, Outcome
+from advisor.core.held import MemoryLook
 from advisor.core.metrics import BY_NAME
-from advisor.core.profile import InputStats, KernelRow, StepProfile
+from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.timeline import Timeline
 from advisor.core.verdict import KEPT, TrialLog, Verdict
-from advisor.reporting import breakdown, charts, convolutions, machine, places, wording
+from advisor.reporting import breakdown, charts, convolutions, course, layertable, machine, places, wording
 from advisor.reporting import timeline as timeline_data
+from advisor.reporting.facts import facts
 
 # With these the file stays near 1 MB for any run; what is left out is in profile.json and trials.json.
 MAX_KERNELS = 500
@@ -35,10 +37,14 @@ PROVENANCE_MARKS = {Provenance.MEASURED: "●", Provenance.MODELLED: "◐", Prov
 
 
 def report_html(
-    profile: StepProfile, findings: Findings | None, trials: TrialLog | None, timeline: Timeline | None = None
+    profile: StepProfile,
+    findings: Findings | None,
+    trials: TrialLog | None,
+    timeline: Timeline | None = None,
+    look: MemoryLook | None = None,
 ) -> str:
     """The whole run as an HTML document that opens from `file://`. Everything taken from the run is escaped."""
-    context = _context(profile, findings, trials, timeline_data.drawn(timeline))
+    context = _context(profile, findings, trials, timeline_data.drawn(timeline)) | _layers(profile, look)
     return _environment().get_template("report.html.jinja").render(context) + "\n"
 
 
@@ -92,6 +98,7 @@ def _environment() -> jinja2.Environment:
         "grouped": places.grouped,
         "px2": lambda value: f"{value:.2f}",
         "meaning": _meaning,
+        "numbers": lambda evidence: [e for e in evidence if not isinstance(e.value, bool)],
         "px": lambda value: f"{value:.1f}",
         "name": wording.kernel_name,
         "ticks": code_spans,
@@ -116,7 +123,6 @@ def _context(
     timeline: timeline_data.Drawn | None,
 ) -> dict[str, Any]:
     causes, division = breakdown.causes(profile), breakdown.division(profile)
-    modules = breakdown.modules(profile)
     rows = sorted(profile.kernels, key=lambda r: (-r.time_us, r.name, r.module, r.phase, r.source))
     return {
         "profile": profile,
@@ -142,8 +148,6 @@ def _context(
         "convolutions": [(p, convolutions.about(p)) for p in products(profile)[:MAX_PRODUCTS]],
         "kernels": [_kernel(r, division) for r in rows[:MAX_KERNELS]],
         "kernels_left": len(rows) - len(rows[:MAX_KERNELS]),
-        "modules": _longest(modules),
-        "modules_left": max(0, len(modules) - MAX_MODULES),
         "utilization": [
             (name, BY_NAME[name].doc if name in BY_NAME else "", quantity)
             for name, quantity in sorted(profile.utilization.items())
@@ -168,10 +172,23 @@ def _context(
         "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
         if trials and trials.stack
         else None,
-        "facts": _facts(profile),
+        "facts": facts(profile),
         "data": json_script(machine.report_json(profile, findings, trials)["summary"]),
         "css": Markup(_asset("report.css")),
         "js": Markup(_asset("report.js") + (_asset("timeline.js") if timeline else "")),
+    }
+
+
+def _layers(profile: StepProfile, look: MemoryLook | None) -> dict[str, Any]:
+    """The sections on modules: the table of layers, and the memory over a step."""
+    modules = breakdown.modules(profile)
+    known, kept = layertable.layer_table(profile), layertable.kept_below(look)
+    return {
+        "modules": [(m, known.get(m.path, layertable.Layer()), kept.get(m.path, 0)) for m in _longest(modules)],
+        "modules_left": max(0, len(modules) - MAX_MODULES),
+        "kept_known": bool(kept),
+        "limit_known": any(m.limit_us > 0 for m in modules),
+        "memory": course.course_plot(look),
     }
 
 
@@ -282,109 +299,3 @@ def _attempts(trials: TrialLog) -> list[tuple[Verdict, charts.BlockPlot | None, 
         (v, charts.block_plot(v.blocks), [("Effect", v.effect), ("Numerics", v.numerics), ("Timing", v.timing)])
         for v in trials.verdicts
     ]
-
-
-def _loader_lines(stats: InputStats) -> list[tuple[str, str]]:
-    """What takes most of making a batch, by line."""
-    work = stats.work
-    if work is None or not work.told:
-        return []
-    return [
-        (line.source or line.what, f"{line.what}, {line.kind}: {units.time_text(line.time_us)} a batch" if line.source else f"{line.kind}: {units.time_text(line.time_us)} a batch")
-        for line in work.lines
-    ]  # fmt: skip
-
-
-def _facts(profile: StepProfile) -> list[tuple[str, list[tuple[str, str]]]]:
-    """Tables of plain facts: (title, rows), rows without a value left out."""
-    env, mem, inp, model, cost = profile.environment, profile.memory, profile.input, profile.model, profile.cost
-    cuda = env.device == "cuda"
-
-    def yes(value: bool) -> str:
-        return "yes" if value else "no"
-
-    def size(value: float) -> str:
-        return units.bytes_text(value) if value else ""
-
-    groups = [
-        (
-            "Memory",
-            [
-                ("Peak allocated", size(mem.peak_allocated_bytes)),
-                ("Peak reserved", size(mem.peak_reserved_bytes)),
-                ("Device" if cuda else "Host", size(mem.total_bytes)),
-                ("Allocator requests a step", f"{mem.allocations:,.0f}" if mem.allocations else ""),
-                ("Device allocations a step", f"{mem.device_allocations:.3g}" if cuda else ""),
-                ("Growth a step", units.bytes_text(mem.growth_bytes) if mem.growth_bytes is not None else ""),
-                ("Allocator retries", str(mem.retries) if cuda else ""),
-            ],
-        ),
-        (
-            "Input pipeline",
-            [
-                ("Loader", inp.loader),
-                ("Source", inp.source),
-                ("Time in next() a step", units.time_text(inp.next_us)),
-                ("Waits for batches that were not ready", units.time_text(inp.late_us) if inp.loader else ""),
-                ("Workers", str(inp.workers)),
-                ("Batch", f"{inp.batch_size} samples, {units.bytes_text(inp.batch_bytes)} {inp.batch_dtype}".strip()),
-                ("Pinned memory", yes(inp.pin_memory)),
-                ("Persistent workers", yes(inp.persistent_workers)),
-                ("Moved to the GPU unchanged", yes(inp.moved_unchanged) if cuda else ""),
-                ("Asynchronous copy", yes(inp.non_blocking) if cuda else ""),
-                ("Normalised by", inp.normalise),
-                ("Time of normalising a batch", units.time_text(inp.normalise_us) if inp.normalise else ""),
-                ("A batch takes", wording.batch_making(profile)),
-                *_loader_lines(inp),
-                ("Its workers wait for orders", units.percent_text(inp.work.waits_frac) if inp.work and inp.work.worker and inp.work.told else ""),
-            ]
-            if inp.loader
-            else [("Loader", "no DataLoader was seen")],
-        ),
-        (
-            "Training",
-            [
-                ("Model", ", ".join(model.roots)),
-                ("Parameters", f"{model.parameters:,}" if model.parameters else ""),
-                ("Optimizer", ", ".join(f"{name} ×{n}" if n > 1 else name for name, n in Counter(model.optimizers).items())),
-                ("Batch size", str(model.batch_size or "")),
-                ("Accumulation", f"{model.accumulation} backward passes a step" if model.accumulation > 1 else ""),
-                ("Autocast", model.autocast or "off"),
-                ("Parameter dtype", model.parameter_dtype),
-                ("channels_last", yes(model.channels_last)),
-                ("Distributed", f"{model.distributed}, {model.world_size} processes" if model.distributed else ""),
-                ("Flags set", ", ".join(sorted(k for k, v in model.flags.items() if v))),
-                ("Steps found by", profile.step_kind),
-                ("Steps left out", ", ".join(f"{n} {why}" for why, n in sorted(profile.excluded.items()))),
-            ],
-        ),
-        (
-            "Machine",
-            [
-                ("GPU", f"{env.gpu_name} (sm_{env.sm_arch}, {env.sm_count} SMs)" if cuda else "none used"),
-                ("GPU memory", size(env.gpu_memory_bytes)),
-                ("CPU", f"{env.cpu_name}, {env.cpu_count} cores" if env.cpu_name else ""),
-                ("Host memory", size(env.host_memory_bytes)),
-                ("Copy bandwidth", f"{units.rate_text(env.copy_gbps)} ({env.rates_provenance}{', in doubt' if env.rates_doubt else ''})" if env.copy_gbps else ""),
-                *((f"Matrix rate, {dtype}", f"{rate:.3g} TFLOP/s") for dtype, rate in sorted(env.matrix_tflops.items())),
-                ("torch", env.torch),
-                ("CUDA, cuDNN", ", ".join(v for v in (env.cuda, env.cudnn) if v)),
-                ("Driver", env.driver),
-                ("CuPy", env.cupy),
-                ("Python", env.python),
-                ("Platform", env.platform),
-            ],
-        ),
-        (
-            "What measuring cost",
-            [
-                ("Traced steps", str(cost.traced_steps)),
-                ("Traced step", wording.duration(cost.traced_step_us) if cost.traced_step_us else ""),
-                ("Slower than untraced by", units.percent_text(cost.overhead_frac) if cost.overhead_frac > 0 else "nothing"),
-                ("Launches with a device record", f"{100 * cost.coverage_frac:.1f} %" if cuda else ""),
-                ("Events", f"{cost.events:,}"),
-                ("Analysis", f"{cost.analyse_s:.2g} s" if cost.analyse_s else ""),
-            ],
-        ),
-    ]  # fmt: skip
-    return [(title, [(k, v) for k, v in rows if v]) for title, rows in groups]

@@ -21,6 +21,7 @@ SEMANTICS = {
 LEAST = "<0.1"  # what would else read as nothing, in per cent
 NAMES = frozenset({"advisor", "torch"})  # stay small where a sentence begins with them
 LEAST_GAIN = 0.01  # of the step: less is kept by no search (--min-gain)
+NO_CHANGE = "No rule found a change that would help."
 ENOUGH_FRAC = 0.8  # at this share of the limit a step without findings is called done
 
 
@@ -241,25 +242,29 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
         return trials_headline(trials)
     if profile.step_us is None:
         return "No step could be timed, so nothing can be said about speed."
-    sentence = limit_sentence(profile)
-    sentence = sentence[0].upper() + sentence[1:] + "."
+    limit = limit_sentence(profile)
+    limit = limit[0].upper() + limit[1:] + "."
     if findings is None:
-        return sentence
+        return limit
+    verdict = _verdict(profile, findings)
+    # What is known comes first.
+    return f"{limit} {verdict}" if breakdown.limit_frac(profile) is not None else f"{verdict} {limit}"
+
+
+def _verdict(profile: StepProfile, findings: Findings) -> str:
+    """What to fix first, what nothing explains, or that there is nothing to do."""
     silent = unexplained.slices(profile, findings)
-    if silent:
-        told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in silent)
-        sentence += f" Not explained by any finding: {told}."
+    told = ", ".join(f"{percent_text(c.frac)} {c.label.removeprefix('idle: ')}" for c in silent)
+    open_yet = f"Not explained by any finding: {told}." if silent else ""
     first = next((t for t in cards(findings) if t.matters), None)
-    if first is not None and first.card.predicted is not None:
-        return f"{sentence} Largest gain: {_clause(first.lead.title)} ({saves(first.card.predicted)})."
     if first is not None:
-        return f"{sentence} Start with: {_clause(first.lead.title)}."
-    if silent:
-        return sentence
+        predicted = first.card.predicted
+        saved = f" (could save {saves(predicted)})" if predicted is not None else ""
+        return f"{open_yet} First to fix: {_clause(first.lead.title)}{saved}.".strip()
     frac = breakdown.limit_frac(profile)
-    if frac is not None and ENOUGH_FRAC <= frac <= 1:
-        return f"{sentence} There is nothing to do."
-    return f"{sentence} No rule found a change that would help."
+    if open_yet:
+        return open_yet
+    return "There is nothing to do." if frac is not None and ENOUGH_FRAC <= frac <= 1 else NO_CHANGE
 
 
 def _clause(title: str) -> str:

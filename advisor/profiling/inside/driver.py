@@ -16,7 +16,6 @@ from dataclasses import replace
 from typing import Any
 
 from advisor.core import storage
-from advisor.core.precision import PRECISION_FILE
 from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
 from advisor.core.trace import Trace
@@ -41,6 +40,7 @@ from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times, window
 from advisor.loop.training import StepEvent, Training
+from advisor.profiling.inside.behind import Behind
 from advisor.profiling.inside.facts import input_stats, model_facts
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.memory import MemoryProbe
@@ -59,7 +59,7 @@ KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before 
 
 
 class ProfileDriver:
-    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, with `Session.precision` audited, done."""
+    """A `Training.on_step` listener. `phase` goes warm-up, timed, traced, watched (behind.py), done."""
 
     def __init__(self, training: Training, session: Session, watcher: StepWatcher, discovery: Discovery) -> None:
         self.training, self.session, self.watcher, self.discovery = training, session, watcher, discovery
@@ -95,7 +95,7 @@ class ProfileDriver:
         self._restarts = 0
         self._detail = session.detail_steps  # steps of the traced window; fewer where they are too many events
         self._traced: Window | None = None
-        self._audit: Any = None
+        self._behind: Behind | None = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
 
@@ -124,8 +124,8 @@ class ProfileDriver:
             self._time(step)
         elif self.phase == "traced":
             self._trace(step)
-        elif self.phase == "audited":
-            self._end_audit()
+        elif self.phase == "watched":
+            self._look_behind()
 
     # -- warm-up ----------------------------------------------------------------------------------------------------
 
@@ -303,26 +303,17 @@ class ProfileDriver:
 
     def _finish(self) -> None:
         self._take_trace()
-        if self.session.precision and self.records and not self.in_step and not self._over():
-            self._begin_audit()
-        else:
+        self.phase = "watched"
+        if self.records and not self.in_step and not self._over():
+            wall = spread(self._times.wall_us) if self._times else None
+            step_us = wall.median if wall else 0.0
+            self._behind = Behind(self.training, self.session, self._notes, step_us=step_us, steps=self.watcher.seen)
+        self._look_behind()
+
+    def _look_behind(self) -> None:
+        """The next step belongs to a look behind the trace, or it is the end."""
+        if self._behind is None or not self._behind.next():
             self._wind_up()
-
-    def _begin_audit(self) -> None:
-        from advisor.profiling.inside.precision import Audit
-
-        self.phase = "audited"
-        self._audit = Audit(self.training)
-        self._audit.begin()
-        tell(self.session, "phase", phase="comparing a step's layers with fp64", done=0, total=0)
-
-    def _end_audit(self) -> None:
-        audit, self._audit = self._audit, None
-        try:
-            storage.save(self.session.folder / PRECISION_FILE, audit.end())
-        except Exception as error:
-            self._notes.append(f"no precision audit: {type(error).__name__}: {error}")
-        self._wind_up()
 
     def _wind_up(self) -> None:
         self.phase = "done"

@@ -1,4 +1,4 @@
-"""The memory mode, in the child: one step watched for what it holds, then the script is stopped.
+"""What one step holds, in the child: the memory mode stops the script behind it, the profile mode watches it behind its trace.
 
 An activation is what autograd keeps for the backward: `saved_tensors_hooks` sees each tensor as it is kept, and what module's forward and
 which line of the script or its libraries kept it first. Storages are counted once, parameters and buffers not among them. The step before
@@ -16,11 +16,12 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from advisor.core import storage
-from advisor.core.held import ACTIVATION, HELD_FILE, HeldRow, MemoryLook, ModuleCost
+from advisor.core.held import ACTIVATION, HELD_FILE, HeldRow, MemoryCourse, MemoryLook, ModuleCost
 from advisor.loop.session import Session
 from advisor.loop.sources import user_line
 from advisor.loop.stop import stop
 from advisor.loop.training import StepEvent, Training
+from advisor.profiling.inside.course import GRADIENT, Course, Kept
 
 
 class Look:
@@ -40,15 +41,19 @@ class Look:
             if tensor.layout is torch.strided
         }
         self._inside: list[torch.nn.Module] = []
-        self._held: dict[int, tuple[int, tuple[str, ...], str]] = {}  # storage → bytes, modules around it, line
+        self._held: list[tuple[int, tuple[str, ...], str]] = []  # of each storage: bytes, modules around it, line
+        self._course: Course | None = None
+        self._found: MemoryCourse | None = None
         self._inputs: dict[str, int] = {}
         self._calls: dict[str, int] = {}
         self._spans: list[tuple[str, Any, Any]] = []
         self._open: list[Any] = []
-        self._keep: list[torch.Tensor] = []  # so that no storage is another's address later in the step
         self._times: dict[str, float] = {}
         self._handles: list[Any] = []
         self._hooks: Any = None
+        self._disable: Any = None
+        self._dropped: Any = None  # looks for gradients that the script has dropped
+        self._forwards = True  # something was kept since that was looked for
 
     def begin_times(self) -> None:
         """Time each module's forward in the step that begins."""
@@ -75,14 +80,31 @@ class Look:
         ]
         if self.training.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._kept, lambda tensor: tensor)
+        self._course = Course(self.training.device)
+        self._watch_gradients(self._course)
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._kept, self._given)
         self._hooks.__enter__()
+        self._disable = _disable = torch._C._autograd._saved_tensors_hooks_disable
+
+        def disable(*args: Any, **kwargs: Any) -> Any:
+            self._leave()  # torch.func refuses any hook: it goes on without ours
+            return _disable(*args, **kwargs)
+
+        torch._C._autograd._saved_tensors_hooks_disable = disable
 
     def end(self) -> None:
         """The step has ended."""
-        self._hooks.__exit__(None, None, None)
+        self._leave()
         self._remove()
-        self._keep.clear()
+        if self._course is not None:
+            self._found, self._course = self._course.result(list(self._lasting())), None
+
+    def _leave(self) -> None:
+        """Take the hooks on saved tensors off. What they have given stays autograd's until it is used."""
+        if self._hooks is not None and self._disable is not None:
+            torch._C._autograd._saved_tensors_hooks_disable = self._disable
+            self._disable = None
+            self._hooks.__exit__(None, None, None)
 
     def result(self, *, step_us: float, steps: int, applied: tuple[str, ...]) -> MemoryLook:
         """What was seen."""
@@ -99,6 +121,7 @@ class Look:
             batch_size=self.training.batch_size,
             steps=steps,
             applied=applied,
+            course=self._found,
         )
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -115,15 +138,46 @@ class Look:
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
 
-    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.layout is torch.strided and tensor.device.type == self.training.device.type:
+    def _kept(self, tensor: torch.Tensor) -> Kept:
+        course, address = self._course, 0
+        if course is not None and tensor.layout is torch.strided and tensor.device.type == self.training.device.type:
             whole = tensor.untyped_storage()
-            address = whole.data_ptr()
-            if address not in self._held and address not in self._state:
+            if whole.data_ptr() not in self._state:
+                address, self._forwards = whole.data_ptr(), True
                 around = tuple(name for module in self._inside if (name := self._names.get(id(module))))
-                self._held[address] = (whole.nbytes(), around, user_line())
-                self._keep.append(tensor.detach())
-        return tensor.detach()
+                if course.keeps(address, whole.nbytes(), around[-1] if around else ""):
+                    self._held.append((whole.nbytes(), around, user_line()))
+        return Kept(tensor.detach(), address, course.drops if course is not None else _nothing)
+
+    def _given(self, kept: Kept) -> torch.Tensor:
+        if self._course is not None and self._forwards:
+            self._forwards = False
+            self._course.backward()
+            self._dropped()
+        return kept.tensor
+
+    def _watch_gradients(self, course: Course) -> None:
+        """Gradients of the step before are there at first; later ones as autograd adds them."""
+        parameters = [p for root in self.training.roots for p in root.module.parameters() if p.requires_grad]
+        there = {id(p): _nbytes(p.grad) for p in parameters}
+        course.enter(GRADIENT, sum(there.values()))
+
+        def added(parameter: torch.Tensor) -> None:
+            held, now = there.get(id(parameter), 0), _nbytes(parameter.grad)
+            if now != held:
+                there[id(parameter)] = now
+                course.enter(GRADIENT, now - held)
+
+        def dropped(*_: Any) -> None:
+            for parameter in parameters:
+                added(parameter)
+
+        for parameter in parameters:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(added))
+        # A script drops them before the forward or behind it: looked at as its models are called, and as a backward begins.
+        self._dropped = dropped
+        for root in self.training.roots:
+            self._handles.append(root.module.register_forward_pre_hook(dropped))
 
     def _enters_timed(self, module: torch.nn.Module, args: Any) -> None:
         self._open.append((module, self._now()))
@@ -151,14 +205,14 @@ class Look:
 
     def _activations(self) -> Iterator[HeldRow]:
         found: dict[tuple[str, str], list[int]] = {}
-        for nbytes, around, line in self._held.values():
+        for nbytes, around, line in self._held:
             found.setdefault((around[-1] if around else "", line), []).append(nbytes)
         for (module, line), sizes in found.items():
             yield HeldRow(kind=ACTIVATION, module=module, source=line, nbytes=sum(sizes), count=len(sizes))
 
     def _costs(self) -> Iterator[ModuleCost]:
         held: dict[str, int] = {}
-        for nbytes, around, _ in self._held.values():
+        for nbytes, around, _ in self._held:
             for name in set(around):
                 held[name] = held.get(name, 0) + nbytes
         children = {
@@ -201,6 +255,16 @@ class Look:
             nbytes, count = size(tensors)
             if nbytes:
                 yield HeldRow(kind=kind, nbytes=nbytes, count=count)
+
+
+def _nothing(address: int) -> None:
+    """Of what is kept when no step is watched any more."""
+
+
+def _nbytes(gradient: torch.Tensor | None) -> int:
+    if gradient is None or gradient.layout is not torch.strided:
+        return 0
+    return gradient.untyped_storage().nbytes()
 
 
 class LookDriver:

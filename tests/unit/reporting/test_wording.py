@@ -57,7 +57,7 @@ def test_kernel_name(name, short):
 def test_headline_of_a_profile_names_the_limit_and_the_best_finding():
     text = wording.headline(samples.resnet50(), samples.findings(), None)
     assert "37 % of this GPU's limit" in text
-    assert "convolutions run in fp32 where bf16 is faster (24–58 % of the step)" in text
+    assert "convolutions run in fp32 where bf16 is faster (could save 24–58 % of the step)" in text
 
 
 def test_headline_says_when_there_is_nothing_to_do():
@@ -98,7 +98,7 @@ def test_what_a_card_is_about_is_not_said_to_be_unexplained():
     found = Findings(run="", findings=(fired,), cards=cards([fired]), recommendations=())
     text = wording.headline(starved(samples.cpu_run()), found, None)
     assert "explains" not in text
-    assert text.endswith("Largest gain: the loader is slow (up to 70 % of the step).")
+    assert text.endswith("First to fix: the loader is slow (could save up to 70 % of the step).")
     quiet = replace(fired, outcome=Outcome.QUIET)
     said = wording.headline(starved(samples.cpu_run()), replace(found, findings=(quiet,), cards=()), None)
     assert "70 % waiting for data" in said, "a quiet rule explains nothing"
@@ -114,8 +114,8 @@ def test_the_first_card_leads_the_headline_also_where_its_cost_is_not_known():
     hint = replace(leak, rule="hint", title="The batch is odd", severity="low")
     some = replace(leak, rule="some", title="Kernels are slow", severity="low", gain=Interval(low=0.0, high=0.2))
     for told, end in (
-        ((leak, some, hint), "Start with: memory grows."),
-        ((some, hint), "kernels are slow (up to 20 % of the step)."),
+        ((leak, some, hint), "First to fix: memory grows."),
+        ((some, hint), "kernels are slow (could save up to 20 % of the step)."),
     ):
         found = Findings(run="", findings=told, cards=cards(told), recommendations=())
         assert wording.headline(samples.resnet50(), found, None).endswith(end)

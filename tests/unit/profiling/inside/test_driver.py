@@ -15,6 +15,8 @@ import torch
 from torch import nn
 
 from advisor.core import storage
+from advisor.core.held import HELD_FILE, MemoryLook
+from advisor.core.precision import PRECISION_FILE
 from advisor.core.trace import Trace
 from advisor.loop import stop, timing
 from advisor.loop.attach import Attached, attach_training
@@ -148,6 +150,37 @@ def test_the_phases_follow_each_other_and_the_script_is_stopped(start: Start, tm
     phases = [event["phase"] for event in told if event["event"] == "phase"]
     assert list(dict.fromkeys(phases)) == ["warm-up", "timed", "traced", "reading the trace"]
     assert [event["event"] for event in told][-2:] == ["measured", "stopped"]
+
+
+@pytest.mark.parametrize(
+    ("ordered", "more", "files"),
+    [(("course",), 1, {HELD_FILE}), (("course", "precision"), 2, {HELD_FILE, PRECISION_FILE})],
+)
+def test_looks_behind_the_trace_take_a_step_each(
+    start: Start, tmp_path: Path, ordered: tuple[str, ...], more: int, files: set[str]
+) -> None:
+    driver = start(detail_steps=2, **dict.fromkeys(ordered, True))
+    assert train(100) == 13 + more
+    assert driver.phase == "done"
+    assert {name for name in (HELD_FILE, PRECISION_FILE) if (tmp_path / name).exists()} == files
+    found = storage.load(tmp_path / HELD_FILE, MemoryLook)
+    assert found.course is not None
+    assert found.of("parameter") == 4 * (3 * 2 + 2)
+
+
+def test_a_look_that_fails_is_a_note(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("advisor.profiling.inside.held.Look.begin", lambda look: 1 / 0)
+    start(detail_steps=2, course=True)
+    assert train(100) == 13
+    assert "a look behind the trace failed: ZeroDivisionError: division by zero" in steps_record(tmp_path).notes
+
+
+def test_several_ranks_take_no_step_more(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    start(course=True, precision=True)
+    assert train(100) == 5 + 6 + 1 + 3 - 1
+    assert not (tmp_path / HELD_FILE).exists()
 
 
 def test_with_keep_running_all_hooks_are_taken_back(start: Start, tmp_path: Path) -> None:
