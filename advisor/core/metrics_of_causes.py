@@ -93,7 +93,7 @@ CAUSES: tuple[MetricSpec | Section, ...] = (
         "time of an epoch's start beyond an ordinary batch: making the iterator, its first batch, its end",
     ),
     number("epoch_batches", "count", "batches that the training draws from an iterator of its loader"),
-    number("epoch_start_frac", "frac", "these starts, over the steps together with them"),
+    number("epoch_start_frac", "frac", "starts of epochs, as a share of the steps and starts together"),
     number("epoch_make_frac", "frac", "of that, what is no batch: workers that start and end"),
     text("workers_restarted_by", "why the loader's workers start again each epoch, empty if they do not"),
     number("iterators_per_step", "count", "iterators of the loader that are made, a step"),

@@ -98,7 +98,7 @@ def in_order_of(traced: Any, given: Sequence[Any], graph: Any, inputs: Sequence[
     holders = [node for node in traced.graph.nodes if node.op == "placeholder"]
     if {id(tensor) for tensor in given} != set(places) or len(holders) != len(names):
         raise ValueError(
-            f"traced anew it takes {len(holders)} inputs, and not the {len(names)} that it was recorded with"
+            f"traced again it takes {len(holders)} inputs, and not the {len(names)} that it was recorded with"
         )
     pairs = sorted(zip(holders, given, strict=True), key=lambda pair: places[id(pair[1])])
     first = next(iter(traced.graph.nodes))
