@@ -72,7 +72,7 @@ WRITTEN = {
 FOR_USERS = [
     REPO / "README.md",
     *(p for p in sorted(DOCS.glob("*.md")) if p.stem not in {"networks", "reliability", "causes", "numerics"}),
-    *sorted((DOCS / "guides").glob("*.md")),
+    *(page for folder in ("guides", "decisions", "notes") for page in sorted((DOCS / folder).rglob("*.md"))),
 ]
 
 
