@@ -13,13 +13,13 @@ from advisor.ops.family import Family
 _TEXT = """## Dispatched without a row of their own
 
 What is dispatched is measured here, or inferred from a kind that is. Each kind of call without a row is below, by dtype, with the kind
-that stands for it and the reason. The list is `INFERRED` in each family's `spec.py`, next to `wins`, which decides. A test holds both to
+that stands for it and the reason. The list is `like` in `advisor/ops/dispatch_table.json`, next to what the rows show. A test holds both to
 the rows.
 """
 
 _SIZES = """### Sizes
 
-What `wins` asks of a call's size. Within that a family is dispatched at every size that its kernels support, also larger and smaller than
+What the table asks of a call's size. Within that a family is dispatched at every size that its kernels support, also larger and smaller than
 the sizes on file. By family: kinds dispatched, kinds with rows, and the smallest input among the cases measured and dispatched.
 """
 
@@ -52,7 +52,6 @@ def _sizes(families: Sequence[tuple[Family, Measured]]) -> str:
                 key=lambda found: found[0],
             )
             smallest = f"{case.name} {case.dtype} {shape_text(case.shape)} | {bytes_text(nbytes)}"
-        lines.append(
-            f"| {family.id} | {family.spec.SIZES_ASKED or 'nothing'} | {len(family.kinds)} | {len(on_file & family.kinds)} | {smallest} |"
-        )
+        asked = "; ".join(entry.text for entry in family.sizes if entry.text) or "nothing"
+        lines.append(f"| {family.id} | {asked} | {len(family.kinds)} | {len(on_file & family.kinds)} | {smallest} |")
     return "\n".join(lines) + "\n"

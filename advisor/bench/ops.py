@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from advisor.bench import goals, results, timing, units
+from advisor.bench import dispatch_rows, goals, results, timing, units
 from advisor.bench.placed import placed
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
-from advisor.ops import catalog, dispatch, family, nvrtc, verify
+from advisor.ops import catalog, dispatch, dispatch_table, family, nvrtc, verify
 from advisor.ops.family import Case, Family, Work
 from advisor.ops.moments_cases import APART
 from advisor.profiling.machine import counters as hardware
@@ -290,6 +290,9 @@ def run(
     for number, counted_rows in enumerate(count(done) if counters else ()):
         file.keep(counted_rows, ceilings)
         say(f"counted {number + 1} of {len(done)} cases")
+    if out is None and not failed:
+        dispatch_rows.write(dispatch_rows.results())
+        print(f"{dispatch_table.FILE.name} has what these rows show")
     if failed:
         print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
     return ExitCode.FINDINGS if failed else ExitCode.OK
@@ -307,7 +310,7 @@ class _File:
         copy_gbps = ceilings.copy_gbps  # measured at first: not with the file in hand
         with results.alone(self._path):
             rows = merged(results.on_file(self._path), [storage.to_plain(row) for row in measured], self._known)
-            results.write(self._path, "ops", rows, copy_gbps=copy_gbps)
+            results.write(self._path, "ops", rows, copy_gbps=copy_gbps, arch=nvrtc.arch(0))
 
 
 def _free() -> None:

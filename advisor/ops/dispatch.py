@@ -22,7 +22,7 @@ Kind = tuple[str, str]
 class Inferred:
     """Kinds that are dispatched without a row of their own on file: each is taken to do as another kind, which has one.
 
-    In a family's spec, as INFERRED. A test holds it to the rows (tests/kernels/test_results_on_file.py), and the page of benchmarks shows it.
+    In dispatch_table.json, as `like`. A test holds it to the rows (tests/kernels/test_results_on_file.py), and the page of benchmarks shows it.
 
     Attributes:
         names, dtypes: of the kinds, each name in each dtype, as far as `wins` takes it.
@@ -49,17 +49,6 @@ class Inferred:
 def with_moments(kind: str) -> str:
     """Name of a convolution's kind with a batch norm behind it, which takes its statistics from the convolution."""
     return f"{kind}+bn"
-
-
-# Reasons that several families have.
-OTHER_HALF = "16 bits as well: as many bytes and products, other conversions"
-OTHER_DTYPE = "the same passes, over as many bytes or twice as many"
-OTHER_ACTIVATION = "the activation changes the arithmetic, not the bytes"
-
-
-def in_fp16(names: tuple[str, ...]) -> Inferred:
-    """Kinds that are on file in bf16 alone of the two, and are taken to do as well in fp16."""
-    return Inferred(names=names, dtypes=("float16",), like_dtype="bfloat16", because=OTHER_HALF)
 
 
 # By family: how often the kernels ran, by variant; and why they did not, by reason. Read by the effect check and the report.

@@ -13,7 +13,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from advisor.core import architectures
-from advisor.ops import dispatch, sources
+from advisor.ops import dispatch, dispatch_table, sources
 
 if TYPE_CHECKING:
     import torch
@@ -146,13 +146,17 @@ class Family:
     @property
     def kinds(self) -> frozenset[dispatch.Kind]:
         """Every kind of call that is dispatched at some size."""
-        return frozenset(self.spec.kinds())
+        return dispatch_table.read()[self.id].kinds
 
     @property
     def inferred(self) -> tuple[dispatch.Inferred, ...]:
         """Those of them without a row on file."""
-        found: tuple[dispatch.Inferred, ...] = self.spec.INFERRED
-        return found
+        return dispatch_table.read()[self.id].like
+
+    @property
+    def sizes(self) -> tuple[dispatch_table.Asked, ...]:
+        """What is asked of a call's size."""
+        return dispatch_table.read()[self.id].sizes
 
     @property
     def benchmark(self) -> tuple[Case, ...]:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from advisor.core import architectures
 from advisor.core.errors import AdvisorError
-from advisor.ops import cuda_driver, sources
+from advisor.ops import cuda_driver, dispatch_table, sources
 from advisor.ops.cuda_driver import Kernel
 
 DRIVER_OF_OVERLAP_IN_GRAPHS = 12030  # CUDA 12.3: programmatic dependences between the nodes of a graph
@@ -96,6 +96,14 @@ def arch(device: int) -> int:
     """The device's architecture as one number: 90 for sm_90."""
     major, minor = torch.cuda.get_device_capability(device)
     return major * 10 + minor
+
+
+def used() -> int:
+    """The architecture whose layer of the dispatch table calls go by: of the first GPU, or what was measured while none is in use."""
+    return arch(0) if torch.cuda.is_initialized() else architectures.MEASURED.sm
+
+
+dispatch_table.present = used
 
 
 @cache

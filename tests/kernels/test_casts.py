@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from emulation.device import only_what_wins
@@ -9,8 +11,9 @@ from emulation.planted import passes_with
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.analysis.predictions import optimizer
-from advisor.ops import catalog, dispatch, nvrtc
+from advisor.ops import catalog, dispatch, dispatch_table, nvrtc
 from advisor.ops.casts import api, cases, spec
+from advisor.ops.dispatch_table import Asked, Bound
 
 FAMILY = catalog.get("casts")
 HALVES = [torch.bfloat16, torch.float16]
@@ -79,13 +82,14 @@ def test_who_looks_on_as_pytorch_dispatches_sees_the_cast(emulated) -> None:
 
 def test_small_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA loads no kernel while a graph is captured."""
-    monkeypatch.setattr(spec, "LEAST_OUTSIDE", 100)
+    of = dispatch_table.read()["casts"]
+    least = Asked(kinds=(spec.WEIGHTS,), any_of=((Bound(quantity="mean_elements", least=100),),))
     loaded = []
     function = emulated.function
     monkeypatch.setattr(
         nvrtc, "function", lambda *given, **named: loaded.append(given[:2]) or function(*given, **named)
     )
-    with only_what_wins():
+    with only_what_wins(), dispatch_table.instead("casts", replace(of, sizes=(least,))):
         for size in (99, 101):
             weights = [torch.randn(size), torch.randn(99), torch.randn(100)]
             assert torch.equal(api.copies(torch.bfloat16, weights)[-1], weights[-1].bfloat16())

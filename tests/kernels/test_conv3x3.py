@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, sources, verify
+from advisor.ops import catalog, dispatch, dispatch_table, match, sources, verify
 from advisor.ops.conv3x3 import api, cases, reference, spec, weight
 from advisor.ops.exact_conv import spec as exact
 from advisor.ops.grouped import wide
@@ -238,10 +239,10 @@ def test_the_weights_sums_take_no_more_memory_than_the_inputs_gradient(call: tup
 
 def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 to 32 channels: the forward ours, the gradient of the input PyTorch's."""
-    monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(spec, "_ROOM", 1e9)
+    at_any_size = replace(dispatch_table.read()["conv3x3"], sizes=())
     x, weight = nhwc(2, 128, 8, 8).bfloat16().requires_grad_(), torch.randn(32, 128, 3, 3, requires_grad=True)
-    with only_what_wins():
+    with only_what_wins(), dispatch_table.instead("conv3x3", at_any_size):
         y = api.conv3x3(x, weight)
         assert emulated.launches["conv3x3"] == 1
         (dx,) = torch.autograd.grad(y, x, torch.ones_like(y))
@@ -252,13 +253,13 @@ def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.M
 
 def test_between_wide_sides_the_weights_gradient_alone_is_ours(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward and the gradient of the input are PyTorch's, and cast the weight once."""
-    monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(spec, "_ROOM", 1e9)
+    at_any_size = replace(dispatch_table.read()["conv3x3"], sizes=())
     casts: list[torch.dtype] = []
     to = torch.Tensor.to
     monkeypatch.setattr(torch.Tensor, "to", lambda t, *a, **k: (casts.append(t.dtype), to(t, *a, **k))[1])
     x, weight = nhwc(2, 128, 8, 8).bfloat16().requires_grad_(), torch.randn(128, 128, 3, 3, requires_grad=True)
-    with only_what_wins():
+    with only_what_wins(), dispatch_table.instead("conv3x3", at_any_size):
         y = api.conv3x3(x, weight)
         assert not emulated.launches
         dx, dweight = torch.autograd.grad(y, (x, weight), torch.ones_like(y))
@@ -273,11 +274,11 @@ def test_between_wide_sides_the_weights_gradient_alone_is_ours(emulated, monkeyp
 def test_where_its_forward_does_not_win_the_gradient_of_the_input_still_can(
     emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spec, "_LEAST_PIXELS", 1)
     monkeypatch.setattr(spec, "_ROOM", 1e9)
-    monkeypatch.setattr(spec, "_FASTER", frozenset({(128, 64, True)}))
+    of = dispatch_table.read()["conv3x3"]
     x, weight = nhwc(2, 64, 8, 8).bfloat16().requires_grad_(), torch.randn(128, 64, 3, 3)
-    with only_what_wins():
+    changed = replace(of, sizes=(), parts={"3x3 64 to 128": ("gradient",)})
+    with only_what_wins(), dispatch_table.instead("conv3x3", changed):
         y = api.conv3x3(x, weight)
         assert torch.equal(y, F.conv2d(x, weight.bfloat16(), None, 1, 1))
         assert not emulated.launches["conv3x3"]

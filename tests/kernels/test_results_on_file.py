@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from advisor.bench import goals
+from advisor.bench import dispatch_rows, goals
 from advisor.bench.page import TIE
-from advisor.ops import catalog, dispatch, storage
+from advisor.core.errors import AdvisorError
+from advisor.ops import catalog, dispatch, dispatch_table, storage
 from advisor.ops.dispatch import Inferred
 from advisor.ops.family import Case, Family, kernel_sha
 from advisor.ops.moments_cases import APART
@@ -102,7 +102,7 @@ def unaccounted(family: Family, cases: Sequence[Case], rows: Sequence[Row], infe
 
 @pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
 def test_what_is_dispatched_is_measured_or_said_to_be_inferred(family: Family, rows: list[Row]) -> None:
-    """A kind without a row goes into INFERRED, in the family's spec, with what it is taken to do as and why; or `wins` refuses it."""
+    """A kind without a row goes into `like` of the family in dispatch_table.json, with what it is taken to do as and why."""
     assert unaccounted(family, family.benchmark, rows, family.inferred) == []
 
 
@@ -112,16 +112,84 @@ def test_the_spec_names_every_kind_that_a_case_finds_dispatched(family: Family) 
     assert {(c.kind, c.dtype) for c in cases if not c.name.endswith(APART)} <= family.kinds
 
 
-SIZES = {"channels", "rows", "nbytes", "elements", "tensors", "call", "group"}
-
-
 @pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
-def test_the_spec_says_whether_sizes_are_asked(family: Family) -> None:
-    """Of the sizes that it is told, for some families `wins` looks at none: they are not in its body."""
-    functions = [getattr(family.spec, name) for name in ("wins", "moments_win") if hasattr(family.spec, name)]
-    trees = [ast.parse(inspect.getsource(function)) for function in functions]
-    read = {node.id for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Name)}
-    assert bool(family.spec.SIZES_ASKED) == bool(read & SIZES)
+def test_the_page_says_what_is_asked_of_sizes(family: Family) -> None:
+    asked = [bound for entry in family.sizes for bounds in entry.any_of for bound in bounds]
+    assert not asked or any(entry.text for entry in family.sizes)
+
+
+def test_the_table_is_what_the_rows_make_of_it(tmp_path: Path) -> None:
+    """`advisor bench ops` writes it; by hand `python -m advisor.bench.dispatch_rows`."""
+    made = tmp_path / "table.json"
+    made.write_text(dispatch_table.FILE.read_text())
+    dispatch_rows.write(FILES, made)
+    assert made.read_text() == dispatch_table.FILE.read_text()
+
+
+def changed(table: Path, *gpus: tuple[str, int, Callable[[Row], Row | None]]) -> dict[str, Any]:
+    """The table that is made of the H200's rows as these GPUs, each of an architecture, have them."""
+    files = []
+    for gpu, arch, change in gpus:
+        file = table.parent / gpu / "ops.json"
+        file.parent.mkdir()
+        document = json.loads(next(f for f in FILES if "h200" in f.parent.name).read_text())
+        rows = [new for row in document["rows"] if (new := change(row)) is not None]
+        file.write_text(json.dumps({**document, "arch": arch, "rows": rows}))
+        files.append(file)
+    table.write_text(dispatch_table.FILE.read_text())
+    before = dispatch_table.read()
+    kept = dict(before)
+    try:
+        dispatch_rows.write(files, table)
+    finally:
+        for family, of in kept.items():
+            dispatch_table.put(family, of)
+    return dict(json.loads(table.read_text()))
+
+
+def slowed(row: Row) -> Row:
+    slow = (row["name"], row["dtype"]) == ("bn+gelu", "bfloat16")
+    return {**row, "advisor_ms": 3.0 * row["eager_ms"]} if slow else row
+
+
+def test_a_kind_that_becomes_slower_is_left_to_pytorch(tmp_path: Path) -> None:
+    made = changed(tmp_path / "table.json", ("h200", 90, slowed))["families"]["batchnorm_act"]
+    assert "bfloat16" not in made["measured"]["bn+gelu"]
+    assert made["slower"]["bn+gelu"] == {"bfloat16": [3.0, 3.0]}
+    of = dispatch_table.entries(made)
+    with dispatch_table.instead("batchnorm_act", of):
+        assert dispatch_table.refusal("batchnorm_act", "bn+gelu", "bfloat16") == dispatch.UNMEASURED
+        assert not dispatch_table.refusal("batchnorm_act", "bn+gelu", "float16")
+
+
+def test_what_stands_for_others_may_not_become_slower(tmp_path: Path) -> None:
+    with pytest.raises(AdvisorError, match=r"cat\+bn .* is taken to do as cat\+bn\+relu .*, which no row shows"):
+        changed(
+            tmp_path / "table.json",
+            ("h200", 90, lambda row: None if "cat+bn+relu" in row["name"] else row),
+        )
+
+
+def test_an_architecture_with_rows_has_a_layer_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slower there is left to PyTorch there alone; what has no row there goes as it does where it has."""
+    table = tmp_path / "table.json"
+    made = changed(
+        table, ("h200", 90, lambda row: row), ("rtx", 89, lambda row: slowed(row) if "bn+" in row["name"] else None)
+    )
+    assert made["layers"]["89"] == "measured: rtx"
+    assert made["layers"]["120"].startswith("like sm_90: no GPU of it was measured")
+    kinds = {sm: dispatch_table.read(sm, table)["batchnorm_act"].kinds for sm in (80, 89, 90)}
+    assert kinds[90] == kinds[80] == dispatch_table.read()["batchnorm_act"].kinds
+    assert kinds[90] - kinds[89] == {("bn+gelu", "bfloat16")}
+    layer = dispatch_table.read(89, table)
+    monkeypatch.setattr(dispatch_table, "read", lambda sm=90: layer if sm == 89 else dispatch_table.read(sm, table))
+    monkeypatch.setattr(dispatch_table, "present", lambda: 89)
+    assert dispatch_table.refusal("batchnorm_act", "bn+gelu", "bfloat16") == dispatch.UNMEASURED
+    assert not dispatch_table.refusal("pooling", "max_pool", "bfloat16")
+
+
+def test_every_architecture_says_whose_rows_it_goes_by() -> None:
+    assert set(dispatch_table.layers()) >= {80, 86, 89, 90, 100, 120}
 
 
 def test_every_row_is_of_a_case(rows: list[Row]) -> None:

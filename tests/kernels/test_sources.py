@@ -27,6 +27,9 @@ VARIANTS = 8
 # sm_80 has for them, where they were never measured; NVRTC 13.2 spills one of a norm's gradient on sm_100, 13.5 does not.
 SPILLED = {
     ("grouped/grouped_whole_backward_data.cu", "80"): {"8"},
+    **{("grouped/grouped_whole_backward_data.cu", arch): {"12", "16"} for arch in ("86", "89")},
+    ("grouped/grouped_whole_backward_data.cu", "120"): {"64"},
+    ("depthwise/depthwise_band.cu", "120"): {"8"},
     ("batchnorm/batchnorm_act_backward.cu", "100"): {"4", "8"},
 }
 REGISTERS_PER_SM = 65536  # and a thread may have 255
@@ -128,6 +131,8 @@ def compiles_without_spills(nvrtc: Nvrtc, name: str, arch: str, count: int) -> N
         pytest.skip(f"NVRTC here does not compile for sm_{arch}")
     family = SOURCES[name]
     variants = family.variants_of(name, int(arch))
+    if not variants:
+        pytest.skip(f"no block of {name} fits on sm_{arch}")
     step = -(-len(variants) // count)
     for defines in variants[::-step]:
         log = nvrtc.compile(sources.source(name), [*options(arch, defines), *sources.target(name)])

@@ -8,9 +8,8 @@ from itertools import product
 from math import gcd
 
 from advisor.core import architectures
-from advisor.ops import channel_tiles, shared_memory, sources
+from advisor.ops import channel_tiles, dispatch_table, shared_memory, sources
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
@@ -123,11 +122,6 @@ TUNABLE = {
     "WHOLE_ROWS": (0, 1),
 }
 
-# (activation, residual) for which two gradients are measured to be taken faster than their sum.
-_MEASURED_FORKED = frozenset(
-    {("relu", True), ("none", True), *((activation, False) for activation in ("none", "relu", "leaky_relu", "silu"))}
-)
-
 
 def name(activation: str, residual: bool) -> str:
     """`bn+add+relu`."""
@@ -141,14 +135,10 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
     128x512x4x4, bn with LeakyReLU, SiLU and GELU, bn+relu frozen, without affine parameters and without running statistics, and bn, bn+relu
-    and bn+add+relu of joined rows; what is taken to do as these, INFERRED has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
+    and bn+add+relu of joined rows; what is taken to do as these, dispatch_table.json has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
-    if variant == FORKED and (activation, residual) not in _MEASURED_FORKED:
-        return UNMEASURED
-    if activation == "none" and not residual and dtype == "float32":
-        return f"nothing to fuse, and cuDNN's own batch norm is as fast in {dtype}"
-    return ""
+    return dispatch_table.refusal("batchnorm_act", kind(activation, residual, variant), dtype)
 
 
 def kind(activation: str, residual: bool, variant: str = "") -> str:
@@ -156,92 +146,7 @@ def kind(activation: str, residual: bool, variant: str = "") -> str:
     return " ".join(filter(None, (name(activation, residual), variant)))
 
 
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    variants = {"": "", FORKED: FORKED, FROZEN: FROZEN, FROZEN_AFFINE: FROZEN}
-    variants |= {variant: variant for variant in (NO_AFFINE, NO_STATISTICS, JOINED)}
-    return tuple(
-        (kind(activation, residual, variant), dtype)
-        for (variant, asked), (activation, residual), dtype in product(variants.items(), _PAIRS, STORAGE)
-        if not wins(activation=activation, residual=residual, dtype=dtype, variant=asked)
-    )
-
-
 _PAIRS = (*((a, False) for a in ACTIVATIONS), *((a, True) for a in sorted(RESIDUAL_ACTIVATIONS)))
-_OTHER_DTYPES = ("float16", "float32")
-
-
-def _frozen(*activations: str, residual: bool) -> tuple[str, ...]:
-    return tuple(
-        kind(activation, residual, variant) for activation in activations for variant in (FROZEN, FROZEN_AFFINE)
-    )
-
-
-# Of what `wins` takes, what has no row on file.
-INFERRED = (
-    Inferred(names=("bn+relu6",), dtypes=("float32", "float16"), like="bn+relu", because=OTHER_ACTIVATION),
-    Inferred(names=("bn+add+relu6",), dtypes=tuple(STORAGE), like="bn+add+relu", because=OTHER_ACTIVATION),
-    Inferred(
-        names=("bn+add", "bn+add forked", "bn forked", "bn+relu forked", "bn+leaky_relu forked", "bn+silu forked"),
-        dtypes=_OTHER_DTYPES,
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    Inferred(
-        names=(*_frozen("relu", residual=False), *_frozen("relu", residual=True)),
-        dtypes=_OTHER_DTYPES,
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    Inferred(
-        names=_frozen(*(a for a in ACTIVATIONS if a != "relu"), residual=False),
-        dtypes=tuple(STORAGE),
-        like="bn+relu frozen",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    Inferred(
-        names=_frozen("none", "relu6", residual=True),
-        dtypes=tuple(STORAGE),
-        like="bn+add+relu frozen",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    *(
-        Inferred(
-            names=tuple(kind(*pair, variant) for pair in pairs),
-            dtypes=dtypes,
-            like=kind("relu", False, variant),
-            like_dtype="bfloat16",
-            because="the kernels are those of a norm that has them",
-        )
-        for variant in (NO_AFFINE, NO_STATISTICS)
-        for pairs, dtypes in (
-            ((("relu", False),), _OTHER_DTYPES),
-            (tuple(pair for pair in _PAIRS if pair != ("relu", False)), tuple(STORAGE)),
-        )
-    ),
-    Inferred(
-        names=tuple(kind(*pair, JOINED) for pair in (("none", False), ("relu", True))),
-        dtypes=_OTHER_DTYPES,
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    Inferred(
-        names=tuple(kind(a, residual, JOINED) for a, residual in _PAIRS if a not in ("none", "relu")),
-        dtypes=tuple(STORAGE),
-        like=kind("relu", False, JOINED),
-        because=OTHER_ACTIVATION,
-    ),
-    Inferred(
-        names=(kind("none", True, JOINED),),
-        dtypes=tuple(STORAGE),
-        like=kind("relu", True, JOINED),
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-)
-SIZES_ASKED = ""
 
 
 def ways(nbytes: int, residual: bool, *, alone: bool = True) -> tuple[str, ...]:

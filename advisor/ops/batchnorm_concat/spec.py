@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.ops import channel_tiles
+from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act.spec import ACTIVATIONS
 from advisor.ops.batchnorm_act.spec import name as norm_name
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import OTHER_ACTIVATION, UNMEASURED, Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 APPEND = "batchnorm_concat/batchnorm_concat_append.cu"
@@ -40,28 +39,12 @@ def wins(*, dtype: str) -> str:
     On file for one H200 are the four blocks of DenseNet-121 at batch 256 in bf16, and the second in fp16 and fp32, all with ReLU:
     3.1 to 5.7 times as fast forward, 2.3 to 4.5 times backward.
     """
-    return "" if dtype in STORAGE else UNMEASURED
+    return dispatch_table.refusal("batchnorm_concat", kind("relu"), dtype)
 
 
 def kind(activation: str) -> str:
     """`cat+bn+relu`."""
     return f"cat+{norm_name(activation, False)}"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple((kind(activation), dtype) for activation in ACTIVATIONS for dtype in STORAGE if not wins(dtype=dtype))
-
-
-INFERRED = (
-    Inferred(
-        names=tuple(kind(activation) for activation in ACTIVATIONS if activation != "relu"),
-        dtypes=tuple(STORAGE),
-        like=kind("relu"),
-        because=OTHER_ACTIVATION,
-    ),
-)
-SIZES_ASKED = ""
 
 
 def unsupported(*, shape: tuple[int, ...], channels: int, channels_last: bool, dtype: str, arch: int) -> str:

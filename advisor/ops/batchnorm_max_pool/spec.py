@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from advisor.ops import storage
+from advisor.ops import dispatch_table, storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, Inferred, Kind
 from advisor.ops.pooling import spec as pooling
 from advisor.ops.pooling.spec import Window
 
@@ -59,29 +58,12 @@ def wins() -> str:
 
     On file for one H200 are ReLU in all dtypes and no activation in bf16, forward and backward: 3 to 8 times faster.
     """
-    return ""
+    return dispatch_table.refusal("batchnorm_max_pool", kind("relu"))
 
 
 def kind(activation: str) -> str:
     """`bn+relu+max_pool`."""
     return f"{batchnorm_act.name(activation, False)}+max_pool"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple((kind(activation), dtype) for activation in ACTIVATIONS for dtype in storage.STORAGE)
-
-
-INFERRED = (
-    Inferred(names=(kind("none"),), dtypes=("float16", "float32"), like_dtype="bfloat16", because=OTHER_DTYPE),
-    Inferred(
-        names=(kind("relu6"), kind("leaky_relu")),
-        dtypes=tuple(storage.STORAGE),
-        like=kind("relu"),
-        because=OTHER_ACTIVATION,
-    ),
-)
-SIZES_ASKED = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from advisor.ops import channel_tiles
+from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind, in_fp16
+from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
@@ -83,15 +83,6 @@ class Scaled(NamedTuple):
         return "+".join(part for part, there in parts.items() if there) + (" of 16 bits" if self.mixed else "")
 
 
-# Of `name` and `Scaled.name`: what a benchmark has shown to win (docs/benchmarks), and what INFERRED has.
-_MEASURED = frozenset(
-    {f"{operands}+{activation}" for operands in ("bias", "add", "linear bias") for activation in MASKED}
-    | {"bias+silu", "bias+gelu", "bias+gelu_tanh", "linear bias+silu", "linear bias+gelu", "linear bias+gelu_tanh"}
-    | {"scale+add", "scale+drop+add", "scale+drop+add+cast", "scale+drop+add+cast of 16 bits", "drop+add"}
-    | {"bias+scale+drop+add", "bias+scale+drop+add+cast", "bias+scale+drop+add+cast of 16 bits", "bias+scale+add+cast"}
-)
-
-
 def wins(operation: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
 
@@ -102,93 +93,13 @@ def wins(operation: str) -> str:
     Args:
         operation: of `name` or `Scaled.name`.
     """
-    return "" if operation in _MEASURED else UNMEASURED
+    names = (operation, f"{operation} to float32")  # whatever the result is stored in: it costs the same bytes in both
+    return "" if not all(dispatch_table.refusal("bias_act", name) for name in names) else UNMEASURED
 
 
 def scaled_kind(variant: Scaled, dtype: str, result: str) -> str:
     """`scale+drop+add to float32` where the result is stored in another type."""
     return variant.name if result == dtype else f"{variant.name} to {result}"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    operations = (
-        name(activation, bias=bias, residual=not bias, dim=dim)
-        for activation in ACTIVATIONS
-        for bias, dim in ((True, 1), (False, 1), (True, -1))
-    )
-    scaled = (
-        (scaled_kind(variant, dtype, result), dtype)
-        for variant in itertools.starmap(Scaled, itertools.product((False, True), repeat=5))
-        for dtype in STORAGE
-        for result in dict.fromkeys((dtype, "float32"))
-        if not wins(variant.name) and (result != dtype or not (variant.mixed or variant.twin))
-    )
-    return (*((operation, dtype) for operation in operations for dtype in STORAGE if not wins(operation)), *scaled)
-
-
-_OTHER_DTYPES = ("float16", "float32")
-_FP32_STREAM = (  # bf16 branches on an fp32 residual stream, as ConvNeXt has them under autocast
-    "scale+drop+add to float32",
-    "scale+drop+add+cast to float32",
-    "scale+drop+add+cast of 16 bits to float32",
-    "bias+scale+drop+add to float32",
-    "bias+scale+add+cast to float32",
-    "bias+scale+drop+add+cast of 16 bits to float32",
-)
-INFERRED = (
-    Inferred(
-        names=("bias+relu6", "bias+leaky_relu"), dtypes=tuple(STORAGE), like="bias+relu", because=OTHER_ACTIVATION
-    ),
-    *(
-        Inferred(
-            names=(f"{operands}+relu6", f"{operands}+leaky_relu"),
-            dtypes=tuple(STORAGE),
-            like=f"{operands}+relu",
-            like_dtype="bfloat16",
-            because=OTHER_ACTIVATION,
-        )
-        for operands in ("add", "linear bias")
-    ),
-    Inferred(
-        names=(
-            "add+relu",
-            "bias+silu",
-            "bias+gelu",
-            "linear bias+relu",
-            "linear bias+silu",
-            "linear bias+gelu_tanh",
-            "drop+add",
-        ),
-        dtypes=_OTHER_DTYPES,
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    Inferred(
-        names=("bias+gelu_tanh",),
-        dtypes=tuple(STORAGE),
-        like="bias+gelu",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    in_fp16(("scale+add", "scale+add to float32", "scale+drop+add", *_FP32_STREAM)),
-    Inferred(names=("scale+add",), dtypes=("float32",), like="scale+drop+add", because="one factor less"),
-    Inferred(
-        names=("drop+add to float32",),
-        dtypes=("bfloat16", "float16"),
-        like="scale+drop+add to float32",
-        like_dtype="bfloat16",
-        because="one factor less",
-    ),
-    Inferred(
-        names=("bias+scale+drop+add",),
-        dtypes=tuple(STORAGE),
-        like="bias+scale+drop+add to float32",
-        like_dtype="bfloat16",
-        because="the same passes, with a residual of the branch's own dtype",
-    ),
-)
-SIZES_ASKED = ""
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import dimensions, dispatch, match, storage
+from advisor.ops import dimensions, dispatch, dispatch_table, match, storage
 from advisor.ops.bias_act.rewrite import bias_of, without_bias
 from advisor.ops.bias_add import api, spec
 
@@ -36,7 +36,7 @@ def _refused(node: fx.Node, *, residual: bool) -> str:
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
     """Move the bias of such convolutions behind them, with the sum where one follows. `report` gains one entry a convolution."""
-    if not spec.kinds() and not dispatch.forced():
+    if not dispatch_table.read()["bias_add"].taken and not dispatch.forced():
         return  # nothing is dispatched: nothing to look for
     graph = graph_module.graph
     for node in list(graph.nodes) if not compiled else ():

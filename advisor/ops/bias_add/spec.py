@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from advisor.ops import channel_tiles, dispatch
+from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import Inferred, Kind
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_add/bias_add_forward.cu"
@@ -28,21 +27,7 @@ def name(*, residual: bool) -> str:
 
 def wins(*, residual: bool, nbytes: int) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win. `nbytes`: of the convolution's result."""
-    return dispatch.UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes at some size."""
-    return tuple(
-        (name(residual=residual), dtype)
-        for residual in (False, True)
-        for dtype in STORAGE
-        if not wins(residual=residual, nbytes=1 << 40)
-    )
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("bias_add", name(residual=residual))
 
 
 def unsupported(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.ops.dispatch import Inferred, Kind, in_fp16
+from advisor.ops import dispatch_table
 from advisor.ops.storage import MIN_ARCH
 
 CAST = "casts/cast_tensors.cu"
@@ -12,9 +12,6 @@ KERNELS = {CAST: ("cast_tensors",)}
 
 STORAGE = {"float16": 1, "bfloat16": 2}
 TENSORS = 128  # of a launch: their table is 3 KiB of a launch's 4 for arguments
-# Values a tensor, on average, from which the kernel is taken where no graph hides what the host pays for it: addresses are put together
-# in Python, 2 to 4 us a tensor more than torch's copy takes on an H200's slow host. A VGG-16's have 4.3 M, a ResNet-50's 0.5 M.
-LEAST_OUTSIDE = 2_000_000
 MAX_ELEMENTS = 2**31 - 1  # of one tensor
 # UNROLL loads of 16 bytes a thread are 64 KiB under way an SM. On an H200 all combinations of TUNABLE lie within 10 % of each other.
 THREADS = 128
@@ -43,32 +40,10 @@ def wins(tensors: int, elements: int, *, captured: bool) -> str:
         elements: of all tensors.
         captured: into a CUDA graph, which costs the host nothing when it is replayed.
     """
-    return (
-        ""
-        if captured or elements >= LEAST_OUTSIDE * tensors
-        else "small tensors outside a CUDA graph: the host pays more"
-    )
+    return dispatch_table.refusal("casts", CAPTURED if captured else WEIGHTS, "", {"mean_elements": elements / tensors})
 
 
 WEIGHTS, CAPTURED = "weights", "weights in a CUDA graph"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple((operation, half) for operation in (WEIGHTS, CAPTURED) for half in STORAGE)
-
-
-INFERRED = (
-    in_fp16((WEIGHTS,)),
-    Inferred(
-        names=(CAPTURED,),
-        dtypes=tuple(STORAGE),
-        like=WEIGHTS,
-        like_dtype="bfloat16",
-        because="timed in graphs by a script of its own (docs/notes/kernels/casts-and-optimizer.md), which `advisor bench ops` does not do",
-    ),
-)
-SIZES_ASKED = f"outside a CUDA graph {LEAST_OUTSIDE:,} values a tensor or more, on average; in one nothing"
 
 
 def launches(elements: Sequence[int]) -> tuple[tuple[int, int], ...]:

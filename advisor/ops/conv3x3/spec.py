@@ -12,9 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import dispatch, shared_memory, sources
+from advisor.ops import dispatch, dispatch_table, shared_memory, sources
 from advisor.ops.conv3x3 import weight
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
+from advisor.ops.dispatch import UNMEASURED
 
 CONV = "conv3x3/conv3x3.cu"
 BACKWARD_WEIGHT = "conv3x3/conv3x3_backward_weight.cu"
@@ -40,22 +40,10 @@ TILE_COST = 32  # what a tile takes beside its products, in columns of them (H20
 TUNABLE = {"COLUMNS": ((64, 112, 128, 224, 256), (64, 112, 128))}
 MAX_OFFSET = 2**31 - 1  # of values inside an image
 
-# (inputs, outputs, turned) of products that are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it was
-# measured: 64 to 64 in 0.6 to 0.75 of the time, 128 to 64 in 0.8, 128 to 32 in 0.7. 64 to 128 is about even.
-_FASTER = frozenset({(64, 64, False), (64, 64, True), (128, 64, False), (128, 64, True), (128, 32, False)})
-# (inputs, outputs) of convolutions whose weight's gradient is faster than cuDNN's there: 64 to 64 in 0.55 to 0.6 of the time, 128 and 32 in
-# 0.45, 128 and 64 in 0.87, 128 to 128 in 0.63 to 0.86.
-_WEIGHT_FASTER = frozenset({(64, 64), (64, 128), (128, 64), (128, 128), (128, 32), (32, 128)})
 WEIGHT_CHANNELS = (32, 128)  # multiples of the one up to the other: past that cuDNN's is as fast, or faster
-# Below this share of pixels that are no filling nothing was measured: 14 columns fill 16, 28 fill 32.
-_LEAST_FILLED = 0.85
-_LEAST_PIXELS = 8 * 56 * 56
 # Of the weight's gradient: its blocks' sums, which are gone before the input's gradient is made, may take as much memory as that does
 # and some more, which PyTorch's own needs for its workspace and its weight in half precision.
 _SMS, _ROOM = architectures.MEASURED.sms, 1.15
-# (inputs, outputs) behind which a batch norm is measured to be faster with the moments that the forward leaves of its result: both
-# forwards in 0.87 to 0.92 of the time.
-_MOMENTS_FASTER = frozenset({(64, 64), (128, 64)})
 
 
 class Call(NamedTuple):
@@ -96,8 +84,8 @@ def name(inputs: int, outputs: int) -> str:
 @lru_cache(maxsize=4096)
 def product_wins(product: Call) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernel is measured to be faster."""
-    faster = (product.inputs, product.outputs, product.turned) in _FASTER
-    return _product_unsupported(product) or (_sizes_win(product) if faster else UNMEASURED)
+    sizes = (product.outputs, product.inputs) if product.turned else (product.inputs, product.outputs)
+    return _product_unsupported(product) or _part(product, *sizes, "gradient" if product.turned else "forward")
 
 
 def product_left(product: Call) -> str:
@@ -108,8 +96,7 @@ def product_left(product: Call) -> str:
 @lru_cache(maxsize=4096)
 def weight_wins(call: Call) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
-    faster = (call.inputs, call.outputs) in _WEIGHT_FASTER
-    return _weight_unsupported(call) or (_sizes_win(call) or room(call) if faster else UNMEASURED)
+    return _weight_unsupported(call) or _part(call, call.inputs, call.outputs, "weight") or room(call)
 
 
 def weight_left(call: Call) -> str:
@@ -131,10 +118,9 @@ def _weight_unsupported(call: Call) -> str:
     return f"the weight's gradient from {call.inputs} to {call.outputs} channels"
 
 
-def _sizes_win(call: Call) -> str:
-    if call.batch * call.height * call.width < _LEAST_PIXELS:
-        return f"fewer than {_LEAST_PIXELS} pixels"
-    return "" if _filled(call) >= _LEAST_FILLED else UNMEASURED
+def _part(product: Call, inputs: int, outputs: int, part: str) -> str:
+    sizes = {"pixels": product.batch * product.height * product.width, "filled": _filled(product)}
+    return dispatch_table.refusal("conv3x3", name(inputs, outputs), "", sizes, part=part)
 
 
 def room(call: Call) -> str:
@@ -159,42 +145,12 @@ def wins(call: Call, dtype: str) -> str:
 
 def wins_between(inputs: int, outputs: int, dtype: str) -> str:
     """As `wins`, of convolutions from so many channels to so many, whatever their other sizes: those are told when one runs."""
-    taken = {(inputs, outputs, False), (outputs, inputs, True)} & _FASTER
-    return "" if dtype in STORAGE and (taken or (inputs, outputs) in _WEIGHT_FASTER) else UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
-    channels = sorted({32, *INPUTS} | set(OUTPUTS))
-    alone = (name(i, o) for i in channels for o in channels if not wins_between(i, o, "bfloat16"))
-    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
-    return tuple((operation, dtype) for operation in (*alone, *leaving) for dtype in STORAGE)
-
-
-INFERRED = (
-    in_fp16(
-        (
-            *(name(*sizes) for sizes in sorted(_WEIGHT_FASTER - {(64, 64), (32, 128)})),
-            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        )
-    ),
-    Inferred(
-        names=(name(32, 128),),
-        dtypes=tuple(STORAGE),
-        like=name(128, 32),
-        like_dtype="bfloat16",
-        because="the weight's gradient alone: the same product with its two tensors exchanged",
-    ),
-)
-SIZES_ASKED = (
-    f"{_LEAST_PIXELS:,} pixels or more, {_LEAST_FILLED:.0%} of a tile's columns filled, channels, which name the kinds; for the weight's "
-    "gradient sums of its blocks no larger than the input's gradient"
-)
+    return dispatch_table.refusal("conv3x3", name(inputs, outputs), dtype)
 
 
 def moments_win(inputs: int, outputs: int) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
-    return "" if (inputs, outputs) in _MOMENTS_FASTER else UNMEASURED
+    return dispatch_table.refusal("conv3x3", dispatch.with_moments(name(inputs, outputs)))
 
 
 # ---- what is supported

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import product
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import shared_memory
+from advisor.ops import dispatch_table, shared_memory
 from advisor.ops.depthwise import bands
-from advisor.ops.dispatch import OTHER_DTYPE, UNMEASURED, Inferred, Kind, with_moments
+from advisor.ops.dispatch import with_moments
 from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "depthwise/depthwise_forward.cu"
@@ -42,9 +41,6 @@ SHARED_BYTES = shared_memory.WITHOUT_ASKING
 MAX_TILE = 64  # channel vectors a block covers: 256 bytes of a pixel in half precision
 SECTOR = 32  # bytes that DRAM and L2 move at least
 MAX_SEGMENTS = 8
-# (k, stride) for which a batch norm behind the convolution is measured to be faster with the moments that STRIPS leaves of its result:
-# both forwards in 0.82 to 0.92 of the time on an H200 in bf16.
-_MOMENTS_FASTER = frozenset({(3, 1), (3, 2), (5, 1), (5, 2)})
 DILATIONS = (2, 4, 6, 12, 18, 24, 36)  # that networks have: of those 12 is on file
 MAX_PASSES = 16  # items that a thread of the ring kernels takes one after the other, at most
 ITEM_ROWS = 2  # what starting and ending a strip costs, in rows of its work: index arithmetic, first loads, last stores
@@ -124,12 +120,8 @@ def wins(*, channels: int, kernel: int, stride: int, dilation: int, image: int) 
     Args:
         image: the smaller side of the input's image.
     """
-    measured = kernel in (3, 5) or (kernel, stride) in ((7, 1), (9, 1))
-    if channels % 8 or dilation > 1:
-        measured = (kernel, stride) == (3, 1)
-    if dilation > 1:
-        measured &= not channels % 8 and dilation in DILATIONS and dilation < image
-    return "" if measured else UNMEASURED
+    sizes = {"beyond_image": dilation - image} if dilation > 1 else {}
+    return dispatch_table.refusal("depthwise", kind(kernel, stride, dilation, channels=channels), "", sizes)
 
 
 def kind(kernel: int, stride: int, dilation: int = 1, *, bias: bool = False, channels: int = 8) -> str:
@@ -137,67 +129,11 @@ def kind(kernel: int, stride: int, dilation: int = 1, *, bias: bool = False, cha
     return name(kernel, stride, dilation, bias=bias) + (", odd" if channels % 8 else "")
 
 
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
-    alone = (
-        kind(kernel, stride, dilation, bias=bias, channels=channels)
-        for kernel, stride, dilation in product(TAPS, (1, 2), (1, *DILATIONS))
-        for bias, channels in product((False, True), (8, 4))
-        if not wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=max(DILATIONS) + 1)
-    )
-    leaving = (with_moments(kind(kernel, stride)) for kernel, stride in sorted(_MOMENTS_FASTER))
-    return tuple((operation, dtype) for operation in (*alone, *leaving) for dtype in STORAGE)
-
-
-_OTHER_DTYPES = ("float16", "float32")
-INFERRED = (
-    *(
-        Inferred(
-            names=(kind(kernel, stride, bias=True, channels=channels),),
-            dtypes=tuple(STORAGE),
-            like=kind(kernel, stride, channels=channels),
-            because="a bias is one addition to a result; with 7 taps it is on file",
-        )
-        for kernel, stride, channels in ((3, 1, 8), (3, 1, 4), (3, 2, 8), (5, 1, 8), (5, 2, 8))
-    ),
-    Inferred(
-        names=(kind(7, 1),), dtypes=tuple(STORAGE), like=kind(7, 1, bias=True), because="one addition to a result less"
-    ),
-    Inferred(names=(kind(9, 1, bias=True),), dtypes=_OTHER_DTYPES, like_dtype="bfloat16", because=OTHER_DTYPE),
-    Inferred(
-        names=(kind(9, 1),),
-        dtypes=tuple(STORAGE),
-        like=kind(9, 1, bias=True),
-        like_dtype="bfloat16",
-        because="one addition to a result less",
-    ),
-    Inferred(names=(kind(3, 1, 12),), dtypes=_OTHER_DTYPES, like_dtype="bfloat16", because=OTHER_DTYPE),
-    Inferred(
-        names=tuple(
-            kind(3, 1, dilation, bias=bias)
-            for dilation, bias in product(DILATIONS, (False, True))
-            if (dilation, bias) != (12, False)
-        ),
-        dtypes=tuple(STORAGE),
-        like=kind(3, 1, 12),
-        like_dtype="bfloat16",
-        because="as many taps; which pixels they read differs",
-    ),
-    Inferred(
-        names=tuple(with_moments(kind(kernel, stride)) for kernel, stride in sorted(_MOMENTS_FASTER)),
-        dtypes=_OTHER_DTYPES,
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-)
-SIZES_ASKED = "channels: where they are no multiple of 8, 3 taps at stride 1 alone; of dilated ones an image larger than the dilation"
-
-
 def moments_win(call: Call, dtype: str) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
     if not ringed(call, dtype, "forward"):
         return "another kernel's forward leaves no moments"
-    return "" if (call.kernel, call.stride) in _MOMENTS_FASTER else UNMEASURED
+    return dispatch_table.refusal("depthwise", with_moments(kind(call.kernel, call.stride)), dtype)
 
 
 def unsupported(

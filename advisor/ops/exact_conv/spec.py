@@ -8,8 +8,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import dispatch, shared_memory, sources
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
+from advisor.ops import dispatch, dispatch_table, shared_memory, sources
 from advisor.ops.storage import MIN_ARCH
 
 PARTS = "exact_conv/exact_conv_parts.cu"
@@ -203,8 +202,6 @@ def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) ->
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
 GRADIENTS = (GRADIENT, WEIGHT)
 KIND = "exact conv"
-LEAST_FLOPS, LEAST_CHANNELS = 20e9, 8  # of what was measured
-TAPS = ((1, 1), (3, 3))
 
 
 def name(call: Call) -> str:
@@ -220,10 +217,15 @@ def product_wins(call: Call, product: str) -> str:
     On an H200 against cuDNN's best with TF32 off, with the parts made: forward 1.2 to 11 times as fast, both gradients 1.2 to 4.8 times, at every
     size measured but for the first convolution's three channels, whose gradients took 1.7 times as long.
     """
-    channels = min(call.inputs, call.outputs) // call.groups
-    if call.groups > 1 or channels < LEAST_CHANNELS or (call.taps_h, call.taps_w) not in TAPS or call.dilation > 1:
-        return UNMEASURED
-    return "" if flops(call)[0] >= LEAST_FLOPS else UNMEASURED
+    sizes = {
+        "groups": call.groups,
+        "channels": min(call.inputs, call.outputs) // call.groups,
+        "dilation": call.dilation,
+        "gflop": flops(call)[0] / 1e9,
+        "taps_h": call.taps_h,
+        "taps_w": call.taps_w,
+    }
+    return dispatch_table.refusal("exact_conv", KIND, "float32", sizes, part=product)
 
 
 def product_left(call: Call, product: str) -> str:
@@ -236,15 +238,6 @@ def wins(call: Call) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     reasons = [product_wins(call, product) for product in (FORWARD, *GRADIENTS)]
     return reasons[0] if all(reasons) else ""
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes: its three products are told apart by sizes alone."""
-    return ((KIND, "float32"),)
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = "of each product its operations, channels and taps"
 
 
 # ---- what is supported

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from advisor.ops import dispatch
-from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops import dispatch_table
 from advisor.ops.storage import MIN_ARCH, STORAGE
 
 PAD = "few_channels/pad_channels.cu"
@@ -29,22 +28,7 @@ def kind(dims: int, channels: int) -> str:
 
 def wins(*, dims: int, channels: int) -> str:
     """Why PyTorch's own operation is left in place; empty where this wins."""
-    return dispatch.UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes, and the dtype that is multiplied."""
-    return tuple(
-        (kind(dims, channels), dtype)
-        for dims in (2, 3)
-        for channels in range(1, CHANNELS)
-        for dtype in COMPUTE
-        if not wins(dims=dims, channels=channels)
-    )
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("few_channels", kind(dims, channels))
 
 
 def unsupported(*, shape: tuple[int, ...], dense: bool, dtype: str, compute: str, groups: int, arch: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
+from advisor.ops import dispatch_table
 from advisor.ops.storage import MIN_ARCH
 
 TURN = "fft_conv/fft_conv_turn.cu"
@@ -93,16 +93,7 @@ def name(taps: tuple[int, int]) -> str:
 
 def wins(call: Call, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where transforms are measured to win."""
-    return UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes: taps and channels are told apart by sizes alone."""
-    return ()
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("fft_conv", KIND, dtype)
 
 
 # ---- what is supported

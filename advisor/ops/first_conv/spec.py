@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import occupancy, storage
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16, with_moments
+from advisor.ops import dispatch_table, occupancy, storage
+from advisor.ops.dispatch import with_moments
 
 FORWARD = "first_conv/first_conv_forward.cu"
 BACKWARD_WEIGHT = "first_conv/first_conv_backward_weight.cu"
@@ -38,9 +38,6 @@ SHARED_BYTES = 47 * 1024  # what a block gets without asking for more, and room 
 # sm_100: 57 and 41 for 7 x 7 taps and 64 channels).
 FORWARD_REGISTERS, WEIGHT_REGISTERS = 64, 40
 SUM_COLUMNS = 32  # that a block of the last pass adds up; written into the source as well
-# (taps a side, stride, channels) for which a batch norm behind the convolution is measured to be faster with the moments that the
-# forward leaves of its result: both forwards in 0.91 to 0.94 of the time on an H200 in bf16.
-_MOMENTS_FASTER = frozenset({(7, 2, 64), (3, 2, 32), (3, 2, 16), (3, 1, 64)})
 MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
 
 
@@ -72,13 +69,13 @@ def name(kernel: int, stride: int, channels: int, *, bias: bool = False) -> str:
     return f"first conv k{kernel} s{stride} to {channels}" + (" bias" if bias else "")
 
 
-def wins(**_: object) -> str:
+def wins(*, dtype: str, kernel: int, stride: int, channels: int) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels win.
 
     On file for one H200, for 3x3, 4x4 and 7x7 taps in bf16: 3.6 to 10 times faster forward and 1.8 to 5.4 backward; 7x7 in fp16
     2.3 and 1.6.
     """
-    return ""
+    return dispatch_table.refusal("first_conv", kind(kernel, stride), dtype)
 
 
 def kind(kernel: int, stride: int, *, bias: bool = False) -> str:
@@ -89,54 +86,9 @@ def kind(kernel: int, stride: int, *, bias: bool = False) -> str:
 IN_FP32 = "first conv of fp32 images"  # that autocast would cast: any taps
 
 
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes, and the dtype that is multiplied."""
-    alone = (kind(kernel, stride, bias=bias) for kernel in TAPS for stride in STRIDES for bias in (False, True))
-    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
-    return tuple((operation, dtype) for operation in (*alone, *leaving, IN_FP32) for dtype in COMPUTE)
-
-
-# In bf16, of which the first is on file in fp16 too.
-_MEASURED = ((7, 2, False), (3, 1, False), (3, 1, True), (3, 2, False), (4, 4, True))
-
-
-def _unmeasured(*taps: int) -> tuple[str, ...]:
-    sizes = ((kernel, stride, bias) for kernel in taps for stride in STRIDES for bias in (False, True))
-    return tuple(
-        kind(kernel, stride, bias=bias) for kernel, stride, bias in sizes if (kernel, stride, bias) not in _MEASURED
-    )
-
-
-INFERRED = (
-    in_fp16(
-        (
-            *(kind(kernel, stride, bias=bias) for kernel, stride, bias in _MEASURED[1:]),
-            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        )
-    ),
-    *(
-        Inferred(
-            names=_unmeasured(*taps),
-            dtypes=COMPUTE,
-            like=kind(*like, bias=bias),
-            like_dtype="bfloat16",
-            because="the same kernels with other taps, strides or a bias: nothing nearer is on file",
-        )
-        for taps, like, bias in (((3,), (3, 2), False), ((4,), (4, 4), True), ((5, 6, 7), (7, 2), False))
-    ),
-    Inferred(
-        names=(IN_FP32,),
-        dtypes=COMPUTE,
-        like=kind(7, 2),
-        because="rounded as they are read, where PyTorch casts them in a pass of its own; on file in whole trainings alone",
-    ),
-)
-SIZES_ASKED = "with a norm behind it taps, stride and channels, which name the kinds; alone nothing"
-
-
 def moments_win(kernel: int, stride: int, channels: int) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
-    return "" if (kernel, stride, channels) in _MOMENTS_FASTER else UNMEASURED
+    return dispatch_table.refusal("first_conv", with_moments(name(kernel, stride, channels)))
 
 
 def unsupported(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from advisor.ops import sample_geometry, storage
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, UNMEASURED, Inferred, Kind, in_fp16
+from advisor.ops import dispatch_table, sample_geometry, storage
+from advisor.ops.dispatch import UNMEASURED
 
 FORWARD = "group_norm/group_norm_forward.cu"
 BACKWARD = "group_norm/group_norm_backward.cu"
@@ -46,7 +46,7 @@ def wins(*, channels: int, groups: int, activation: str, dtype: str, result: str
 
     On file for one H200, for 1, 32 and as many groups as channels: 4 to 12 times faster forward, 1.4 to 5.3 backward.
     """
-    return "" if activation in ACTIVATIONS else UNMEASURED
+    return dispatch_table.refusal("group_norm", kind(groups == channels, activation, dtype, result), dtype)
 
 
 def narrow(parameters: tuple[str, ...]) -> str:
@@ -58,69 +58,6 @@ def kind(instance: bool, activation: str, dtype: str, result: str) -> str:
     """`groupnorm+silu to float32`; `instancenorm`, of as many groups as channels."""
     named = name(1, 1 if instance else 2, activation, dtype, result)
     return named if instance else named.replace("groupnorm1", "groupnorm")
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple(
-        (kind(instance, activation, *pair), pair[0])
-        for instance in (False, True)
-        for activation in ACTIVATIONS
-        for pair in storage.RESULT_PAIRS
-    )
-
-
-_HALVES = ("bfloat16", "float16")
-INFERRED = (
-    Inferred(
-        names=("groupnorm+relu", "groupnorm+silu", "instancenorm"),
-        dtypes=("float16", "float32"),
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    Inferred(
-        names=("groupnorm+leaky_relu",),
-        dtypes=tuple(storage.STORAGE),
-        like="groupnorm+relu",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    Inferred(
-        names=("instancenorm+relu", "instancenorm+leaky_relu", "instancenorm+silu"),
-        dtypes=tuple(storage.STORAGE),
-        like="instancenorm",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    in_fp16(("groupnorm to float32",)),
-    Inferred(
-        names=("groupnorm+relu to float32", "groupnorm+leaky_relu to float32", "groupnorm+silu to float32"),
-        dtypes=_HALVES,
-        like="groupnorm to float32",
-        like_dtype="bfloat16",
-        because=OTHER_ACTIVATION,
-    ),
-    Inferred(
-        names=tuple(kind(True, activation, "bfloat16", "float32") for activation in ACTIVATIONS),
-        dtypes=_HALVES,
-        like="groupnorm to float32",
-        like_dtype="bfloat16",
-        because="the kernels are those of a group norm with a channel a group",
-    ),
-    Inferred(
-        names=tuple(
-            kind(instance, activation, "float32", half)
-            for instance in (False, True)
-            for activation in ACTIVATIONS
-            for half in _HALVES
-        ),
-        dtypes=("float32",),
-        like="groupnorm to float32",
-        like_dtype="bfloat16",
-        because="from fp32 to 16 bits as from 16 bits to fp32: as many bytes forward, and PyTorch casts here too",
-    ),
-)
-SIZES_ASKED = ""
 
 
 def unsupported(

@@ -8,8 +8,8 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import occupancy, shared_memory
-from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
+from advisor.ops import dispatch_table, occupancy, shared_memory
+from advisor.ops.dispatch import with_moments
 from advisor.ops.grouped import weight, whole, wide
 from advisor.ops.storage import MIN_ARCH
 
@@ -57,19 +57,9 @@ TUNABLE = {
 _SLABS = {8: 8}
 _SLAB = 4
 
-# (channels a group, stride) whose passes together are faster than cuDNN's on an H200 in bf16, for which fp16 stands too where it
-# was measured (4 and 24 at stride 1, 8 at stride 2): 4 at stride 1 in 0.34 of the time, 8, 16 in 0.4 to 0.7, 24 in 0.1 to 0.2, 32 at
-# stride 1 in 0.93, 48, 56, 64 in 0.06 to 0.8.
-_FASTER = frozenset({*product((8, 16, 24, 32, 48, 56, 64), (1, 2)), (4, 1)})
-# With Hopper's products alone: with those of warps in 0.7 of cuDNN's time at stride 2, but in 1.7 at stride 1 (2048 channels).
-_FASTER_ON_HOPPER = frozenset({(64, 1), (64, 2)})
 # Where cuDNN's forward is the faster one all the same: in 0.95, 0.75 and 0.74 of the kernel's time (with 8 channels that was at
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
-# Where a batch norm behind the convolution is measured to be faster with the moments that the forward leaves of its result, on an H200
-# in bf16: forward in 0.88 of the time. 4 at stride 1 takes 1.17 (a row's sums are more instructions than its products).
-_MOMENTS_FASTER = frozenset({(8, 1)})
-_MOMENTS_SLOWER = frozenset({(4, 1)})
 
 
 class Call(NamedTuple):
@@ -103,33 +93,12 @@ def name(group: int, stride: int) -> str:
 
 def wins(*, dtype: str, group: int, stride: int) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels win, both passes together."""
-    if dtype not in STORAGE:
-        return UNMEASURED
-    return "" if (group, stride) in _FASTER else UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` and, of those with a norm behind them, `moments_win` takes."""
-    leaving = (with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER))
-    operations = (*(name(*sizes) for sizes in sorted(_FASTER)), *leaving)
-    return tuple((operation, dtype) for operation in operations for dtype in STORAGE)
-
-
-_FASTER_IN_FP16 = frozenset({(4, 1), (8, 2), (24, 1)})  # on file too
-INFERRED = (
-    in_fp16(
-        (
-            *(name(*sizes) for sizes in sorted(_FASTER - _FASTER_IN_FP16)),
-            *(with_moments(name(*sizes)) for sizes in sorted(_MOMENTS_FASTER)),
-        )
-    ),
-)
-SIZES_ASKED = "channels a group, which name the kinds"
+    return dispatch_table.refusal("grouped", name(group, stride), dtype)
 
 
 def wins_elsewhere(group: int, stride: int) -> str:
-    """Why PyTorch's own operation is left in place on a GPU without Hopper's products; empty where the other kernels win too."""
-    return UNMEASURED if (group, stride) in _FASTER_ON_HOPPER else ""
+    """Why PyTorch's own operation is left in place without Hopper's products; empty where those of warps win too."""
+    return dispatch_table.elsewhere("grouped", name(group, stride))
 
 
 def forward_wins(group: int, stride: int) -> str:
@@ -150,9 +119,7 @@ def leaves_moments(group: int, stride: int) -> str:
 
 def moments_win(group: int, stride: int) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
-    if (group, stride) in _MOMENTS_SLOWER:
-        return f"{group} channels a group at stride {stride}: the norm's own pass is as fast"
-    return leaves_moments(group, stride) or ("" if (group, stride) in _MOMENTS_FASTER else UNMEASURED)
+    return leaves_moments(group, stride) or dispatch_table.refusal("grouped", with_moments(name(group, stride)))
 
 
 def unsupported(

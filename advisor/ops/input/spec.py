@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from advisor.ops.dispatch import Inferred, Kind, in_fp16
+from advisor.ops import dispatch_table
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 NORMALISE = "input/normalise_images.cu"
@@ -48,40 +48,13 @@ def unsupported(*, shape: tuple[int, ...], x_nhwc: bool, y_nhwc: bool, dtype: st
 
 def wins() -> str:
     """Why PyTorch's own operations are left in place; empty where the kernel is measured to win."""
-    return ""
+    return dispatch_table.refusal("input", kind(3, x_nhwc=True, y_nhwc=True))
 
 
 def kind(channels: int, *, x_nhwc: bool, y_nhwc: bool) -> str:
     """`uint8 nhwc to normalised nchw`; one channel has no order."""
     orders = {True: "nhwc", False: "nchw"}
     return f"uint8 {orders[x_nhwc]} to normalised {orders[y_nhwc]}" if channels > 1 else "uint8 grey to normalised"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    orders = ((True, False), (True, True), (False, False))
-    names = (kind(3, x_nhwc=x, y_nhwc=y) for x, y in orders)
-    return tuple((operation, dtype) for operation in (*names, kind(1, x_nhwc=False, y_nhwc=False)) for dtype in STORAGE)
-
-
-_PLANES = kind(3, x_nhwc=False, y_nhwc=False)
-INFERRED = (
-    in_fp16((kind(3, x_nhwc=True, y_nhwc=False),)),
-    Inferred(
-        names=(_PLANES,),
-        dtypes=("bfloat16", "float16"),
-        like_dtype="float32",
-        because="fewer bytes; in the other orders each dtype or its like is on file",
-    ),
-    Inferred(
-        names=(kind(1, x_nhwc=False, y_nhwc=False),),
-        dtypes=tuple(STORAGE),
-        like=_PLANES,
-        like_dtype="float32",
-        because="the kernel takes an image of one channel as one plane",
-    ),
-)
-SIZES_ASKED = ""
 
 
 @dataclass(frozen=True, slots=True)

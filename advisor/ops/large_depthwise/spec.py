@@ -7,8 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import shared_memory
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind, in_fp16
+from advisor.ops import dispatch_table, shared_memory
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize
 
 CONV = "large_depthwise/large_depthwise.cu"
@@ -16,7 +15,6 @@ BACKWARD_WEIGHT = "large_depthwise/large_depthwise_weight.cu"
 KERNELS = {CONV: ("large_depthwise",), BACKWARD_WEIGHT: ("large_depthwise_weight",)}
 
 TAPS = 11, 63  # the least and the most, of the longer side; the shorter may have 1
-LEAST_TAPS = 121  # in all: 11 x 11, or strips of several rows
 EIGHTS = 8  # of columns a warp at most, and of 16 rows a tile 4
 SIXTEENS = 4
 WARPS = 8  # of CONV at most
@@ -237,27 +235,7 @@ def wins(taps: tuple[int, int], dtype: str) -> str:
     On an H200 they are faster than cuDNN's at every case measured, forward and backward together 3.5 to 80 times. Strips were measured in
     NCHW alone: in channels_last the copies around so few taps may cost more than is won.
     """
-    measured = dtype in STORAGE and TAPS[0] <= max(taps) <= TAPS[1] and taps[0] * taps[1] >= LEAST_TAPS
-    return "" if measured else UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes: taps are told apart by sizes alone."""
-    return tuple((KIND, dtype) for dtype in STORAGE)
-
-
-# On an H200 in one run, forward and both gradients: 31 x 31 taps of 64 images of 128 x 56 x 56 0.21 and 0.48 ms in fp16 as in bf16, 0.55 and
-# 1.40 in fp32, where cuDNN takes 6.8 and 44.8.
-INFERRED = (
-    in_fp16((KIND,)),
-    Inferred(
-        names=(KIND,),
-        dtypes=("float32",),
-        like_dtype="bfloat16",
-        because="three products in place of one, and twice the bytes",
-    ),
-)
-SIZES_ASKED = ""
+    return dispatch_table.refusal("large_depthwise", KIND, dtype, {"longer_side": max(taps), "taps": taps[0] * taps[1]})
 
 
 # ---- what is supported

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from advisor.ops import storage
-from advisor.ops.dispatch import OTHER_HALF, UNMEASURED, Inferred, Kind, in_fp16
+from advisor.ops import dispatch_table, storage
 
 FORWARD = "layer_norm/layer_norm_forward.cu"
 BACKWARD = "layer_norm/layer_norm_backward.cu"
@@ -31,7 +30,6 @@ FORWARD_WEIGHTS = 2
 FORWARD_ROUNDS = 4
 # A tensor too small for that many takes fewer, so that an SM still has this many blocks.
 FORWARD_BLOCKS_PER_SM = 5
-LEAST_CHANNELS = 48  # that were measured
 FAN = 12  # kernels/include/tree_reduce.cuh
 # Constants that a tuning run may try other values of.
 TUNABLE = {"THREADS": (128, 256), "FORWARD_BYTES": (64, 96), "FORWARD_WEIGHTS": (1, 2, 4), "BACKWARD_BYTES": (32, 64)}
@@ -48,19 +46,7 @@ def wins(*, channels: int, dtype: str, result: str) -> str:
     On file for one H200, from 48 to 1024 channels, in all dtypes and into another: 2.5 to 34 times faster, either pass. Fewer
     channels have no measurement.
     """
-    return UNMEASURED if channels < LEAST_CHANNELS else ""
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple((name(*pair), pair[0]) for pair in storage.RESULT_PAIRS)
-
-
-INFERRED = (
-    in_fp16(("layernorm to float32",)),
-    Inferred(names=("layernorm to float16",), dtypes=("float32",), like="layernorm to bfloat16", because=OTHER_HALF),
-)
-SIZES_ASKED = f"{LEAST_CHANNELS} channels or more"
+    return dispatch_table.refusal("layer_norm", name(dtype, result), dtype, {"channels": channels})
 
 
 def widest(dtype: str, result: str) -> int:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from advisor.ops import dispatch
-from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops import dispatch_table
 from advisor.ops.pooling.spec import unsupported_tensor
 from advisor.ops.storage import STORAGE, vector_width
 
@@ -43,16 +42,7 @@ def unsupported(
 
 def wins() -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win."""
-    return dispatch.UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return () if wins() else tuple((mode, dtype) for mode in MODES for dtype in STORAGE)
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("padding", "reflect")
 
 
 def defines(dtype: str, mode: str) -> dict[str, int]:

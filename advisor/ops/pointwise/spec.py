@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from advisor.core import architectures
-from advisor.ops import shared_memory
+from advisor.ops import dispatch_table, shared_memory
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.dispatch import UNMEASURED, Kind, in_fp16, with_moments
+from advisor.ops.dispatch import UNMEASURED, with_moments
 from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "pointwise/pointwise_forward.cu"
@@ -47,28 +47,8 @@ BLOCKS = 2  # that an SM should hold at least
 MAX_BLOCKS = 4
 TUNABLE = {"MAX_TILES": (2, 4), "STAGES": (2, 4), "MAX_STEPS": (4, 8), "WARPS": (4, 8)}
 
-# On an H200 in bf16 at batch 256, with the batch norm behind it, against cuDNN's convolution and that norm's own pass: saved 0.10 of
-# 0.25 ms at 64 -> 256 on 56x56, 0.11 of 0.26 at 16 -> 64 on 112x112, 0.04 of 0.14 at 128 -> 512 on 28x28. From there on, in
-# operations for a byte of x and y, mma.sync is what bounds it and nothing was gained: 512 -> 128 on 28x28 as fast, 480 -> 112 on
-# 14x14 slower, 256 -> 1024 on 14x14 slower. Nor was it on 7x7 (160 -> 960), where everything is in L2 and short.
-# Behind a norm, its whole backward against cuDNN's data gradient and weight gradient and the norm's two launches: 0.82 for 1.00 ms at
-# 256 -> 64 on 56x56 with a residual, 0.45 for 0.52 at 512 -> 128 on 28x28; 512 -> 256 and 1024 -> 256 on 14x14 lost, and so does
-# 216 -> 216 on 28x28 since the norm's own launches take whole rows there (docs/notes/kernels/batch-norm.md). Without residual there is less to be had: 0.38 for 0.40 at 64 -> 256 on 56x56, and 128 -> 512 on
-# 28x28 lost.
-MOST_GRADIENT_INTENSITY = {True: 103, False: 86}  # CI * CO / (CI + CO), with and without a residual
-# (activation, residual, forked). One gradient and no activation gained 1 to 8 %, and took more memory than PyTorch at its peak, which
-# has been mended and not measured since.
-MEASURED_BEHIND = frozenset({("relu", True, True), ("relu", False, False), ("none", False, True)})
-# Of a norm without residual, whose own gradient is one launch too, channels are a multiple of these: 72 took 1.02 of its time, 16 and 64
-# 0.96 to 0.99.
-WITHOUT_RESIDUAL_CHANNELS = 16
-MOST_IN_CHANNELS = 256
-MOST_INTENSITY = 103  # CI * CO / (CI + CO)
-FEWEST_ROWS = 256 * 14 * 14
-# As MOST_INTENSITY, for results up to so many bytes, of which a norm in one launch finds in L2 what it reads twice: 40 -> 120 at 48 MB
-# took 0.99 of the time, 80 -> 480 at 48 MB 1.02. Narrower than what it comes from it gains nothing: 64 -> 24 at 39 MB took 1.00 and
-# 1.01 in two runs.
-MOST_INTENSITY_IN_L2, IN_L2_BYTES = 60, 56 << 20
+# Of a result of up to so many bytes a norm in one launch finds in L2 what it reads twice.
+IN_L2_BYTES = 56 << 20
 
 
 def name(in_channels: int, out_channels: int) -> str:
@@ -81,20 +61,19 @@ def wins(*, dtype: str, rows: int, in_channels: int, out_channels: int) -> str:
 
     `rows` are pixels, of all images.
     """
-    if dtype not in STORAGE:
-        return UNMEASURED
-    if rows < FEWEST_ROWS:
-        return f"{rows} pixels: too few to gain"
-    if in_channels > MOST_IN_CHANNELS:
-        return f"{in_channels} channels in: cuDNN is as fast"
-    nbytes = 2 * rows * out_channels
-    most = MOST_INTENSITY_IN_L2 if nbytes <= IN_L2_BYTES else MOST_INTENSITY
+    sizes: dict[str, float] = {"rows": rows, "in_channels": in_channels}
+    kind, nbytes = with_moments("1x1"), 2 * rows * out_channels
     unused = batchnorm_act.takes_moments(nbytes, False)
-    if not unused and nbytes <= IN_L2_BYTES and in_channels > out_channels:
-        return f"{in_channels} channels in, {out_channels} out: L2 holds the result for the norm"
-    if not unused and in_channels * out_channels > most * (in_channels + out_channels):
-        return f"{in_channels} channels in, {out_channels} out: cuDNN is faster where arithmetic bounds"
-    return unused
+    if reason := dispatch_table.refusal("pointwise", kind, dtype, sizes) or unused:
+        return reason
+    sizes |= {"out_channels": out_channels, **_intensity(in_channels, out_channels, in_l2=nbytes <= IN_L2_BYTES)}
+    return dispatch_table.refusal("pointwise", kind, dtype, sizes)
+
+
+def _intensity(in_channels: int, out_channels: int, *, in_l2: bool) -> dict[str, float]:
+    """Products a value that is read or written, and by how much L2 has less of what comes than of what goes."""
+    found = in_channels * out_channels / (in_channels + out_channels)
+    return {"narrowed_in_l2": in_channels / out_channels, "intensity_in_l2": found} if in_l2 else {"intensity": found}
 
 
 def behind_norm(activation: str, residual: bool, channels: int, out_channels: int) -> str:
@@ -109,14 +88,16 @@ def gradient_wins(
 
     `forked`: whether the norm's result has a gradient from elsewhere too; None in a call, by which time the graph has been asked.
     """
-    known = {(activation, residual, of) for of in ((False, True) if forked is None else (forked,))}
-    if dtype not in STORAGE or known.isdisjoint(MEASURED_BEHIND):
-        return UNMEASURED
-    most = MOST_GRADIENT_INTENSITY[residual]
-    if channels * out_channels > most * (channels + out_channels):
-        return f"{out_channels} channels out of {channels}: cuDNN is faster where arithmetic bounds"
-    if not residual and activation == "relu" and channels % WITHOUT_RESIDUAL_CHANNELS:
-        return f"{channels} channels: the norm's own launch is as fast"
+    sizes = {
+        "channels": channels,
+        "out_channels": out_channels,
+        "intensity": channels * out_channels / (channels + out_channels),
+        "odd_channels": channels % 16,
+    }
+    asked = [behind_kind(activation, residual, of) for of in ((False, True) if forked is None else (forked,))]
+    reasons = [dispatch_table.refusal("pointwise", kind, dtype, sizes) for kind in asked]
+    if all(reasons):
+        return next((reason for reason in reasons if reason != UNMEASURED), UNMEASURED)
     reason = batchnorm_act.takes_moments(2 * rows * channels, residual)  # for the backward as for the forward
     return reason or batchnorm_act.wins(activation=activation, residual=residual, dtype=dtype)
 
@@ -124,20 +105,6 @@ def gradient_wins(
 def behind_kind(activation: str, residual: bool, forked: bool) -> str:
     """`bn+add+relu+1x1 forked`."""
     return f"{batchnorm_act.name(activation, residual)}+1x1" + (" forked" if forked else "")
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` and `gradient_wins` take."""
-    operations = (with_moments("1x1"), *(behind_kind(*behind) for behind in sorted(MEASURED_BEHIND)))
-    return tuple((operation, dtype) for operation in operations for dtype in STORAGE)
-
-
-INFERRED = (in_fp16((behind_kind("relu", False, False), behind_kind("none", False, True))),)
-SIZES_ASKED = (
-    f"before a norm {FEWEST_ROWS:,} pixels or more, {MOST_IN_CHANNELS} channels in or fewer, CI·CO / (CI + CO) of at most "
-    f"{MOST_INTENSITY} ({MOST_INTENSITY_IN_L2} for results up to {IN_L2_BYTES >> 20} MiB); behind one at most "
-    f"{MOST_GRADIENT_INTENSITY[True]} with a residual, {MOST_GRADIENT_INTENSITY[False]} without; and a norm that has use for it"
-)
 
 
 def norm_forward_wins(*, activation: str, residual: bool, dtype: str, channels: int, out_channels: int) -> str:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import pixel_columns
-from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops import dispatch_table, pixel_columns
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
@@ -38,9 +37,6 @@ STRIP_STRIDE = 1
 BACKWARD_GROUP = 4
 # Blocks an SM of max-pooling's backward with a bias: 85 registers a thread.
 BIAS_BLOCKS_PER_SM = 3
-# It is dispatched for inputs of so many bytes and more, the least that was measured: 128x512x14x14 took 0.040 ms both ways, the passes
-# that it replaces 0.077.
-FEWEST_BIAS_BYTES = 25_000_000
 # Global mean: pixels that a thread of the backward writes, and loads that one of the forward has under way: four threads take
 # 49 pixels at once, with registers (128) for two blocks an SM and so 104 KiB of loads. In fp32 there are twice as many
 # columns with half the arithmetic a load: more blocks an SM, of fewer loads each, where 13 took 0.044 ms at 256x2048x7x7.
@@ -165,20 +161,9 @@ def wins(operation: str, *, dtype: str, nbytes: int) -> str:
 
     On file for one H200, forward / backward: max-pooling 3 to 6 / 7 to 12 times faster, average pooling 5 to 11 / 14 to 27, the
     mean over a whole image 0.8 to 1.2 / 2.3 to 3.4, in all dtypes. Behind a bias and ReLU 5 to 10 / 6 to 10 times, from
-    FEWEST_BIAS_BYTES on.
+    25 MB of input on.
     """
-    if operation == BIAS_RELU and nbytes < FEWEST_BIAS_BYTES:
-        return f"{nbytes / 1e6:.0f} MB: too little to gain"
-    return ""
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple((operation, dtype) for operation in OPERATIONS for dtype in STORAGE)
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = f"behind a bias and ReLU {FEWEST_BIAS_BYTES / 1e6:.0f} MB of input or more"
+    return dispatch_table.refusal("pooling", operation, dtype, {"megabytes": nbytes / 1e6})
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import consumers, dispatch, match, storage
+from advisor.ops import consumers, dispatch, dispatch_table, match, storage
 from advisor.ops.prelu import api, spec
 
 _TARGETS = (F.prelu, torch.prelu)
@@ -27,7 +27,7 @@ def _refused(node: fx.Node) -> str:
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
     """Put the operation in for each PReLU. `report` gains one entry each."""
-    if not spec.kinds() and not dispatch.forced():
+    if not dispatch_table.read()["prelu"].taken and not dispatch.forced():
         return  # nothing is dispatched: nothing to look for
     graph = graph_module.graph
     calls = {node: match.path(node) for node in graph.nodes if node.op == "call_function" and node.target in _TARGETS}

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from advisor.ops import channel_tiles, dispatch
+from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.bias_add.spec import unsupported as unsupported  # the same tensors
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import Inferred, Kind
 from advisor.ops.storage import STORAGE, vector_width
 
 FORWARD = "prelu/prelu_forward.cu"
@@ -23,16 +22,7 @@ TUNABLE = {"UNROLL": (2, 3, 4), "FLAT_UNROLL": (1, 2, 4)}
 
 def wins() -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels win."""
-    return dispatch.UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return () if wins() else tuple(("prelu", dtype) for dtype in STORAGE)
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("prelu", "prelu")
 
 
 def defines(source: str, dtype: str) -> dict[str, int]:

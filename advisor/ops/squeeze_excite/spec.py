@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache, partial
 
-from advisor.ops import pixel_columns, sample_geometry, storage
-from advisor.ops.dispatch import OTHER_ACTIVATION, OTHER_DTYPE, Inferred, Kind
+from advisor.ops import dispatch_table, pixel_columns, sample_geometry, storage
 
 FORWARD = "squeeze_excite/squeeze_excite_forward.cu"
 GATE = "squeeze_excite/squeeze_excite_gate.cu"
@@ -56,28 +55,7 @@ def wins(*, channels: int, hidden: int, activation: str, gate: str, dtype: str) 
 
     On file for one H200, from 32 to 1152 channels: 1.3 to 2.4 times faster forward, 3.4 to 5.9 backward.
     """
-    return ""
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple(
-        (name(activation, gate), dtype) for activation in ACTIVATIONS for gate in GATES for dtype in storage.STORAGE
-    )
-
-
-INFERRED = (
-    Inferred(
-        names=(name("silu", "hardsigmoid"),),
-        dtypes=tuple(storage.STORAGE),
-        like=name("silu", "sigmoid"),
-        because=OTHER_ACTIVATION,
-    ),
-    Inferred(
-        names=(name("relu", "sigmoid"),), dtypes=("float16", "float32"), like_dtype="bfloat16", because=OTHER_DTYPE
-    ),
-)
-SIZES_ASKED = ""
+    return dispatch_table.refusal("squeeze_excite", name(activation, gate), dtype)
 
 
 def unsupported(

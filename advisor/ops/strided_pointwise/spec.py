@@ -11,8 +11,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import dispatch, shared_memory
-from advisor.ops.dispatch import UNMEASURED, Inferred, Kind
+from advisor.ops import dispatch, dispatch_table, shared_memory
+from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.storage import MIN_ARCH
 
@@ -34,17 +34,6 @@ TUNABLE = {"TILES": (TILES, TILES[1:], TILES[2:], TILES[3:], TILES[4:]), "MAX_ST
 GATHER_THREADS, GATHER_UNROLL = 256, 2
 MAX_PIXELS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
-
-# On an H200 in bf16 against cuDNN with benchmark on, us (docs/notes/kernels/convolutions-1x1.md). Short products, in which its fixed costs count: forward 8.8
-# for 9.5 (128 images, 64 -> 128 at 32x32), 7.1 for 8.7, 7.0 for 8.0; the input's gradient 11.7 for 14.9, 9.3 for 12.6, 8.7 for 12.7. Longer
-# forwards lost by 1.2 to 3 times. Longer gradients won where memory bounds them (49 for 54 at 64 -> 128 on 56x56, 100 for 137 at 32 -> 72 on
-# 112x112, 94 for 141 at 72 -> 216 on 56x56) and not from 128 -> 256 channels on.
-SHORT_FLOPS = 0.6e9
-LEAST_FLOPS = 0.5e9  # of what was measured
-MOST_INTENSITY = 60  # CI * CO / (CI + CO)
-# (inputs, outputs) -> the most rows for which the weight's gradient won: 14 us for 20, 12 for 25 (22 for 26 at 28x28), 85 for 105. Beyond it
-# lost, and so it did between other channels or was even.
-WEIGHT_ROWS = {(64, 128): 128 * 16 * 16, (128, 256): 256 * 14 * 14, (32, 72): 256 * 56 * 56}
 
 
 class Call(NamedTuple):
@@ -85,20 +74,14 @@ def name(inputs: int, outputs: int) -> str:
 @lru_cache(maxsize=4096)
 def product_wins(call: Call, product: str) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
-    if product == WEIGHT:
-        most = WEIGHT_ROWS.get((call.inputs, call.outputs))
-        if most is None:
-            return UNMEASURED
-        return _too_short(call) or ("" if call.rows <= most else f"more than {most} pixels: cuDNN is faster")
-    if flops(call)[0] <= SHORT_FLOPS:
-        return _too_short(call)
-    if product == FORWARD or call.inputs * call.outputs > MOST_INTENSITY * (call.inputs + call.outputs):
-        return f"more than {SHORT_FLOPS / 1e9:g} GFLOP: cuDNN is faster"
-    return ""
-
-
-def _too_short(call: Call) -> str:
-    return UNMEASURED if flops(call)[0] < LEAST_FLOPS else ""
+    sizes = {
+        "gflop": flops(call)[0] / 1e9,
+        "rows": call.rows,
+        "in_channels": call.inputs,
+        "out_channels": call.outputs,
+        "intensity": call.inputs * call.outputs / (call.inputs + call.outputs),
+    }
+    return dispatch_table.refusal("strided_pointwise", KIND, "", sizes, part=product)
 
 
 def product_left(call: Call, product: str) -> str:
@@ -116,18 +99,6 @@ def wins(call: Call, dtype: str) -> str:
 
 
 KIND = "1x1 s2"
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes: its three products are told apart by sizes alone."""
-    return tuple((KIND, dtype) for dtype in STORAGE)
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = (
-    f"of each product {LEAST_FLOPS / 1e9:g} GFLOP or more; of the forward at most {SHORT_FLOPS / 1e9:g}; of the input's gradient that or CI·CO / "
-    f"(CI + CO) of at most {MOST_INTENSITY}; of the weight's gradient channels and pixels"
-)
 
 
 # ---- what is supported

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops.dispatch import OTHER_DTYPE, Inferred, Kind
+from advisor.ops import dispatch_table
 from advisor.ops.pooling.spec import Pair, channel_tile, unsupported_tensor
 from advisor.ops.storage import STORAGE, vector_width
 
@@ -149,50 +149,12 @@ def wins() -> str:
     On file for one H200: bilinear 4 to 12 times faster forward and 8 to 18 backward, with and without the concat behind it,
     nearest 6 to 9 and 4 to 8.
     """
-    return ""
+    return dispatch_table.refusal("upsample", kind("bilinear", align_corners=False, concatenates=False))
 
 
 def kind(mode: str, *, align_corners: bool, concatenates: bool) -> str:
     """`bilinear corners+cat`."""
     return mode + (" corners" if align_corners else "") + ("+cat" if concatenates else "")
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    modes = (*((mode, False) for mode in MODES), ("bilinear", True))
-    return tuple(
-        (kind(mode, align_corners=corners, concatenates=joined), dtype)
-        for mode, corners in modes
-        for joined in (False, True)
-        for dtype in STORAGE
-    )
-
-
-INFERRED = (
-    Inferred(
-        names=("bilinear+cat",),
-        dtypes=tuple(STORAGE),
-        like="bilinear corners+cat",
-        because="as many values from as many; where corners lie changes their weights",
-    ),
-    Inferred(
-        names=("bilinear", "bilinear corners", "nearest", "nearest+cat"),
-        dtypes=("float16", "float32"),
-        like_dtype="bfloat16",
-        because=OTHER_DTYPE,
-    ),
-    *(
-        Inferred(
-            names=("nearest-exact" + behind,),
-            dtypes=tuple(STORAGE),
-            like="nearest" + behind,
-            like_dtype="bfloat16",
-            because="one value from one as well, half a pixel on",
-        )
-        for behind in ("", "+cat")
-    ),
-)
-SIZES_ASKED = ""
 
 
 @dataclass(frozen=True, slots=True)

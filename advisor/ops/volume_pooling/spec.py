@@ -6,8 +6,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from advisor.ops import dispatch
-from advisor.ops.dispatch import Inferred, Kind
+from advisor.ops import dispatch_table
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 MAX_FORWARD = "volume_pooling/max_pool3d_forward.cu"
@@ -87,18 +86,7 @@ def unsupported(
 
 def wins(operation: str, *, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win."""
-    return dispatch.UNMEASURED
-
-
-def kinds() -> tuple[Kind, ...]:
-    """Every kind that `wins` takes."""
-    return tuple(
-        (operation, dtype) for operation in OPERATIONS for dtype in STORAGE if not wins(operation, dtype=dtype)
-    )
-
-
-INFERRED: tuple[Inferred, ...] = ()
-SIZES_ASKED = ""
+    return dispatch_table.refusal("volume_pooling", operation, dtype)
 
 
 def defines(source: str, window: Window, dtype: str, *, indices: bool = True) -> dict[str, int]:

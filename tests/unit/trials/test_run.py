@@ -6,8 +6,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan, PlanHashes, PlanItem
-from advisor.profiling.beside.command import ScriptCommand
-from advisor.profiling.beside.launcher import Exit
+from advisor.profiling.beside.launcher import Exit, ScriptCommand
 from advisor.trials import planfile, run
 
 FOLDS = """

@@ -12,7 +12,7 @@ import pytest
 import advisor
 from advisor.core.errors import AdvisorError
 from advisor.profiling.beside import jupyter, notebooks
-from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import ScriptCommand
 
 
 @pytest.fixture(autouse=True)
