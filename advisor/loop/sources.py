@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import sysconfig
+from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
@@ -23,6 +24,11 @@ _PACKAGES = tuple({os.path.join(os.path.abspath(sysconfig.get_path(key)), "") fo
 _PACKAGES_FOLDER = re.compile(r"^.*[\\/](?:site|dist)-packages[\\/]")
 # Packages whose own lines tell nothing: what is told is who called them.
 _ARRAYS = ("torch", "cupy", "cupyx", "cupy_backends")
+
+# Where `profiling.beside.notebooks` keeps a notebook's cells as a script, and what it writes above each.
+NOTEBOOKS, CELL = "notebooks", "# cell "
+SESSION = "cell"  # the script's name where the cells are those of a running session, which has no file
+_NOTEBOOK = re.compile(rf"^.*[\\/]{NOTEBOOKS}[\\/][0-9a-f]{{16}}[\\/](?P<name>[^\\/]+)\.py$")
 
 PASSED_OVER, LIBRARY, USER = "", "library", "user"
 
@@ -57,11 +63,32 @@ def shown(path: str) -> str:
     return _PACKAGES_FOLDER.sub("", path).removeprefix(_STARTED_IN)
 
 
+def place(path: str, line: int) -> str:
+    """A line as it is told: "train.py:42"; in a notebook by its cell among those of code, and the line there: "train.ipynb cell 3:2"."""
+    notebook = _NOTEBOOK.match(path)
+    above = [n for n in _cells(path) if n < line] if notebook else []
+    if notebook is None or not above:
+        return f"{shown(path)}:{line}"
+    name = f"{notebook['name']}.ipynb " if notebook["name"] != SESSION else ""
+    return f"{name}cell {len(above)}:{line - above[-1]}"
+
+
+@lru_cache(maxsize=64)
+def _cells(path: str) -> tuple[int, ...]:
+    """The lines of a notebook's script above which a cell begins."""
+    try:
+        with open(path, encoding="utf-8") as script:
+            return tuple(n for n, text in enumerate(script, 1) if text.startswith(CELL))
+    except OSError:
+        return ()
+
+
 class Lines:
     """Finds source lines; remembers each file's kind, so that a look costs a dictionary's read a frame."""
 
     def __init__(self) -> None:
         self._files: dict[str, tuple[str, str]] = {}  # co_filename → kind, path to show
+        self._notebooks: set[str] = set()  # co_filename of notebooks' scripts
         self._forward = _forward()
 
     def of(self, frame: FrameType | None) -> str:
@@ -77,12 +104,15 @@ class Lines:
                 return library
             whose, path = self.whose(code.co_filename)
             if whose == USER:
-                line = f"{path}:{frame.f_lineno}"
+                line = self._line(code.co_filename, path, frame.f_lineno)
                 return f"{line} via {library}" if library else line
             if whose == LIBRARY and not library:
                 library = f"{path}:{frame.f_lineno}"
             frame = frame.f_back
         return library
+
+    def _line(self, filename: str, path: str, line: int) -> str:
+        return place(os.path.abspath(filename), line) if filename in self._notebooks else f"{path}:{line}"
 
     def users(self, frame: FrameType | None) -> str:
         """The user's innermost line; a library's where no code of the user's is running."""
@@ -94,6 +124,8 @@ class Lines:
         if known is None:
             path = filename if filename.startswith("<") else os.path.abspath(filename)
             known = self._files[filename] = (kind(path), shown(path))
+            if _NOTEBOOK.match(path):
+                self._notebooks.add(filename)
         return known
 
 

@@ -431,7 +431,7 @@ def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
     if refused(profile, command):
         return ""
     chosen = f"--auto --only {only}" if only else "--auto"
-    if profile.script.endswith(".py") or profile.script == "-m":
+    if profile.script.endswith((".py", ".ipynb")) or profile.script == "-m":
         return f"{command} apply {chosen} {script(profile)}"
     return f"{command} apply {chosen}"
 

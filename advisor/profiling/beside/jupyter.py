@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from advisor.loop.sources import SESSION
 from advisor.profiling.beside.notebooks import definitions, written
 
 COMMANDS = ("profile", "apply")
@@ -37,7 +38,7 @@ def run(shell: Any, line: str, cell: str) -> Any:
         return None
     # This cell may be the last of them already; as a call of a magic it defines nothing.
     earlier = [definitions(text) for text in shell.user_ns.get("In", []) if not text.lstrip().startswith("%%")]
-    script = written("cell", [*filter(None, earlier), cell], Path.cwd())
+    script = written(SESSION, [*filter(None, earlier), cell], Path.cwd())
     before = set(_reports())
     command = [sys.executable, "-m", "advisor", *words, str(script)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)

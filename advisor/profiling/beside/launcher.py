@@ -70,6 +70,8 @@ class ScriptCommand:
     @property
     def words(self) -> tuple[str, ...]:
         """What `parse` makes this command of again: a script, `-m` or a program first, then what follows it."""
+        if self.name.endswith(notebooks.SUFFIX):  # the script was made of it
+            return (self.name, *self.arguments)
         return self.argv if self.literal else self.argv[1:]
 
     @classmethod

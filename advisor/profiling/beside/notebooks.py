@@ -12,6 +12,7 @@ from typing import Any
 from advisor.core.cache import cache_dir
 from advisor.core.errors import AdvisorError, cause
 from advisor.core.storage import write_text
+from advisor.loop.sources import CELL, NOTEBOOKS
 
 SUFFIX = ".ipynb"
 # What earlier cells leave behind for later ones, without doing the work again: trainings are loops and calls.
@@ -39,10 +40,10 @@ def written(name: str, cells: Iterable[str], folder: Path) -> Path:
     """These cells as a script; `folder` comes first on its path. Lines for IPython alone (`%`, `!`, `?`) become comments."""
     lines = ["import sys", f"sys.path.insert(0, {str(folder)!r})"]
     for number, cell in enumerate(cells, 1):
-        lines += ["", f"# cell {number}", *map(_plain, cell.splitlines())]
+        lines += ["", f"{CELL}{number}", *map(_plain, cell.splitlines())]
     text = "\n".join(lines) + "\n"
     key = hashlib.sha256(f"{folder}\0{text}".encode()).hexdigest()[:16]
-    path = cache_dir() / "notebooks" / key / f"{name}.py"
+    path = cache_dir() / NOTEBOOKS / key / f"{name}.py"
     write_text(path, text)
     return path
 

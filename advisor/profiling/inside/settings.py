@@ -53,7 +53,7 @@ def lines(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
     found: dict[str, str] = {}
     for path in _own_files(sys.modules if modules is None else modules):
         for name, line in _of_file(path):
-            found.setdefault(name, f"{sources.shown(path)}:{line}")
+            found.setdefault(name, sources.place(path, line))
     return found
 
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import advisor
 from advisor.core.errors import AdvisorError
+from advisor.loop import sources
 from advisor.profiling.beside import jupyter, notebooks
 from advisor.profiling.beside.launcher import ScriptCommand
 
@@ -36,7 +38,14 @@ def test_a_notebooks_code_cells_run_as_a_script(own_cache):
     (own_cache / "train.ipynb").write_text(json.dumps({"cells": cells}))
     command = ScriptCommand.parse(["train.ipynb", "--lr", "1"])
     assert (command.name, command.arguments) == ("train.ipynb", ("--lr", "1"))
+    assert command.words == ("train.ipynb", "--lr", "1")  # what a later command takes
+    assert ScriptCommand.parse(command.words) == command
     assert runpy.run_path(command.argv[1])["x"] == 4
+    # Places are told by the cell and the line in it, of the file that the user has.
+    lines = Path(command.argv[1]).read_text().splitlines()
+    assert sources.place(command.argv[1], lines.index("x = beside.VALUE") + 1) == "train.ipynb cell 2:1"
+    assert sources.place(command.argv[1], lines.index("import beside") + 1) == "train.ipynb cell 1:2"
+    assert sources.place(str(own_cache / "train.py"), 7).endswith("train.py:7")
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"cells": [{}]}', "{"])
