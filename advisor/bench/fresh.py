@@ -15,7 +15,8 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import KEPT
 from advisor.loop.session import Session
-from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import launch
 from advisor.trials import records
 from advisor.userfiles import restore
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 from advisor.distributed import place
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.machine.hostload import cpu_count
 
 _DEAD = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-?\d+)")

@@ -24,7 +24,7 @@ from advisor.trials.records import OUTPUT_FILE
 if TYPE_CHECKING:
     from advisor.core.attempt import Attempt
     from advisor.loop.session import Session
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.beside.relay import Relay
     from advisor.trials.choosing import Ask
     from advisor.trials.handover import Handover
@@ -70,7 +70,7 @@ def apply(
         KeyboardInterrupt: when the user ends the script that is profiled.
     """
     from advisor.distributed import starting
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.beside.relay import Relay
     from advisor.reporting import wording
 
@@ -296,7 +296,7 @@ def prove(
         AdvisorError: for a plan that cannot be read or has nothing to prove, a script that cannot be started, an unknown transform id.
         KeyboardInterrupt: before anything was started.
     """
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.machine import environment
     from advisor.trials import planfile
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted
@@ -338,7 +338,7 @@ def try_patch(
     Raises:
         AdvisorError: for a script that cannot be started or measured, or a patch that cannot be applied.
     """
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.patched import try_patch
 
     check_names((), ())

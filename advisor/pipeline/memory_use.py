@@ -42,7 +42,7 @@ def memory(
     """
     from advisor.analysis import activations
     from advisor.profiling.beside import launcher
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.memory import watched
     from advisor.trials.script import Script
     from advisor.userfiles import owners
@@ -83,7 +83,7 @@ def reach_memory(
     Raises:
         AdvisorError: for a script that cannot be started, or that shows no step.
     """
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.machine import environment
     from advisor.trials import planfile
     from advisor.trials.memory import reach

@@ -75,7 +75,7 @@ def profile(
     Raises:
         AdvisorError: for a script that cannot be started or a folder that cannot be written.
     """
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
 
     command = ScriptCommand.parse(words, module=module)
     check_rules(rules_dirs)

@@ -36,7 +36,7 @@ def apply_on_ranks(
         AdvisorError: as `apply`, `prove` and `run` do.
     """
     from advisor.distributed import starting
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.machine import environment
     from advisor.trials import in_ranks, planfile, ranks
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted

@@ -15,7 +15,7 @@ from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.shared import Say, write_report
 
 if TYPE_CHECKING:
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.in_ranks import How
 
 # Of the time that is left behind the profile, what the search has; the rest is for fresh processes that prove what it keeps.

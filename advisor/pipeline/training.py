@@ -12,7 +12,7 @@ from advisor.pipeline.shared import Say, recover_pending
 from advisor.runs import find_plan, new_run_dir
 
 if TYPE_CHECKING:
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
 
 
 def run(
@@ -35,7 +35,7 @@ def run(
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits; when the ranks cannot
             or do not train as one process does.
     """
-    from advisor.profiling.beside.launcher import ScriptCommand
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials import planfile
     from advisor.trials.run import run_plan
 

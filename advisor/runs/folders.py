@@ -46,7 +46,7 @@ def new_run_dir(script: str, out: Path | None = None) -> Path:
     """
     try:
         if out is None:
-            from advisor.profiling.beside.launcher import is_script
+            from advisor.profiling.beside.command import is_script
 
             # A module's name is whole: `pkg.train` and `pkg.eval` are no `pkg`.
             name = Path(script)

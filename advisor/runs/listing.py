@@ -15,7 +15,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import counted, time_text
 from advisor.core.verdict import KEPT, UNCONFIRMED, TrialLog
 from advisor.loop.records import SESSION_FILE
-from advisor.profiling.beside.launcher import script_name
+from advisor.profiling.beside.command import script_name
 from advisor.runs.folders import FINDINGS_FILE, PROFILE_FILE, REPORT_FILE, RUNS_DIR, is_empty
 from advisor.trials import planfile
 from advisor.trials.records import PLAN_FILE, TRIALS_FILE

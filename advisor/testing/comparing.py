@@ -20,7 +20,7 @@ from advisor.core.verdict import INCONCLUSIVE, REVERTED
 from advisor.testing import amounts
 from advisor.testing.amounts import Amount
 from advisor.testing.device_lock import alone, locked
-from advisor.testing.measured import Budget
+from advisor.testing.judged import Budget
 from advisor.trials import statistics
 
 WARMUP = 5

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.testing.baselines import Entry, Machine
-from advisor.testing.measured import Budget
+from advisor.testing.judged import Budget
 
 XFAILED = "xfailed"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from advisor.core.units import percent_text
 from advisor.testing import amounts
-from advisor.testing.measured import Budget
+from advisor.testing.judged import Budget
 from advisor.testing.quantities import BY_KEY
 from advisor.testing.records import Record, Tested
 

@@ -20,7 +20,7 @@ from advisor.core.units import counted, percent_text
 from advisor.core.verdict import FAILED, KEPT, SKIPPED, TrialLog, Verdict
 from advisor.distributed import board
 from advisor.profiling.beside import launcher
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import outcome, planfile, planner, records, spent
 from advisor.trials.script import GRACE_S, Launch, Say, Script
 from advisor.userfiles import owners

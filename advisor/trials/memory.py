@@ -22,7 +22,7 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import bytes_text, percent_text, time_text
 from advisor.core.verdict import FAILED, KEPT, REVERTED, Check, TrialLog, Verdict
 from advisor.profiling.beside import launcher
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import budget, fresh, losses, outcome, planfile, proof, records, spent
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement

@@ -20,7 +20,8 @@ from advisor.core.attempt import ATTEMPT_FILE, PATCH, Attempt
 from advisor.core.errors import AdvisorError
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, Check
-from advisor.profiling.beside.launcher import BrokenScript, ScriptCommand, launch
+from advisor.profiling.beside.command import BrokenScript, ScriptCommand
+from advisor.profiling.beside.launcher import Elsewhere, launch
 from advisor.trials import losses, proof, shadow, spent
 from advisor.trials.budget import SETTLE_S, Budget
 from advisor.trials.fresh import FreshRuns
@@ -127,7 +128,7 @@ def try_patch(
     copy = shadow.make(patch, run_dir / COPY, command.name)
     say(f"the patch is applied to a copy; it changes {', '.join(copy.files)}")
     limits = Budget.from_now(max_time_s, None)
-    there = functools.partial(start, cwd=copy.directory(), before_path=copy.python_path())
+    there = functools.partial(start, elsewhere=Elsewhere(copy.directory(), copy.python_path()))
     try:
         patched = Script(_command_in(copy, words, module), run_dir, there, say)
     except BrokenScript as error:

@@ -19,7 +19,7 @@ from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.transform_table import ROWS
 from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
-from advisor.profiling.beside.launcher import script_name
+from advisor.profiling.beside.command import script_name
 from advisor.resources import kernels_dir
 
 MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something else

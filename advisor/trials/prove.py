@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.verdict import KEPT, SKIPPED, UNCONFIRMED, TrialLog, Verdict
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
 from advisor.trials import budget, fresh, outcome, planfile, planner, records
 from advisor.trials.fresh import FreshRuns

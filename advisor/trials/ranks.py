@@ -21,7 +21,7 @@ from advisor.core.units import counted, percent_text
 from advisor.core.verdict import Check, TrialLog
 from advisor.distributed import place, refusals, starting
 from advisor.profiling.beside import launcher
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import fresh, losses, planfile, records, spent
 from advisor.trials.proof import ratio
 from advisor.trials.records import Measurement

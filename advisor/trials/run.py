@@ -14,7 +14,7 @@ from advisor.distributed import starting
 from advisor.distributed.place import FAILED, REFUSED
 from advisor.loop.session import DISABLE_VARIABLE, Session, disabled
 from advisor.profiling.beside import launcher
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.machine import environment
 from advisor.trials import planfile, records
 from advisor.trials.script import Launch, Say

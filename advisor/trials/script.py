@@ -18,7 +18,8 @@ from advisor.distributed.place import FAILED, LOST, REFUSED
 from advisor.loop.session import Session
 from advisor.loop.waiting import WAITING, Stage, missing, patience_s
 from advisor.profiling.beside import bytecode
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.trials import records, spent
 from advisor.userfiles import restore
 

@@ -22,7 +22,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text, time_text
 from advisor.core.verdict import KEPT, SKIPPED, TrialLog
 from advisor.loop.session import Session
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
 from advisor.trials import earlier, fresh, outcome, planfile, planner, proved_before, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget

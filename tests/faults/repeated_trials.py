@@ -19,7 +19,8 @@ import torch
 from advisor.core.findings import Recommendation, Semantics
 from advisor.loop.session import Session
 from advisor.loop.training import Training
-from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import launch
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.trials import records
 

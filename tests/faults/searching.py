@@ -14,7 +14,7 @@ import pytest
 from advisor.core.findings import Recommendation
 from advisor.core.transform_table import ROWS
 from advisor.core.verdict import TrialLog, Verdict
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import budget, records, search
 
 HERE = Path(__file__).resolve().parent

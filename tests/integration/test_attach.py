@@ -21,7 +21,8 @@ from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord
 from advisor.loop.session import Session
 from advisor.loop.waiting import WAITING, Stage, Waiting
 from advisor.profiling.beside import launcher
-from advisor.profiling.beside.launcher import Exit, ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit, launch
 from advisor.resources import BOOTSTRAP
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -555,7 +556,8 @@ def alive(pid: int) -> bool:
 
 SUPERVISOR = """
 import sys
-from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import launch
 from advisor.loop.session import Session
 from advisor.loop.waiting import WAITING, Stage, Waiting
 ended = launch(ScriptCommand.parse([sys.argv[1]]), Session(mode="profile", run_dir="run", script=sys.argv[1]))

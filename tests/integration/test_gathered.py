@@ -16,7 +16,8 @@ from advisor.core.metrics import MetricTable
 from advisor.core.profile import StepProfile
 from advisor.loop.session import Session
 from advisor.profiling.after.assemble import assemble
-from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import launch
 
 MACHINE = Environment(
     device="cpu", copy_gbps=10.0, matrix_tflops={"fp32": 0.1, "bf16": 0.4}, cpu_count=2, torch_compile=True

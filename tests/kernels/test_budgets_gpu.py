@@ -15,7 +15,7 @@ from torch import nn
 
 from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import api, spec
-from advisor.testing.measured import CannotJudge
+from advisor.testing.judged import CannotJudge
 from advisor.testing.perf import Perf
 
 pytestmark = [

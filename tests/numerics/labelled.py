@@ -119,6 +119,8 @@ def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         "",
         "<!-- Made by `python tests/numerics/labelled.py`; do not edit. -->",
         "",
+        "How often the numeric gate is wrong: right changes that it refuses, and planted faults that it lets through.",
+        "",
         f"{len(KINDS)} small trainings (tests/numerics/nets.py), after 2 steps and after {STATES['trained']}, on a CPU. Right changes are those",
         "of tests/numerics/right.py, faults those of tests/numerics/faults.py. The gate was built with one half of the trainings (chosen).",
         "The other half (held) was judged once before, on other weights, batches and faults. Then the gate was mended, and judged on",

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from advisor.testing.comparing import Comparison
-from advisor.testing.measured import CannotJudge, Measured
+from advisor.testing.judged import CannotJudge
+from advisor.testing.measured import Measured
 from advisor.testing.measuring import measure
 
 GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]

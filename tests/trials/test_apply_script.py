@@ -15,7 +15,8 @@ import torch
 from advisor.core import storage
 from advisor.core.findings import Recommendation
 from advisor.core.plan import Plan, PlanHashes, PlanItem
-from advisor.profiling.beside.launcher import ScriptCommand, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import launch
 from advisor.trials import planfile, records, run, search
 
 SCRIPT = """

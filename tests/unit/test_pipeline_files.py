@@ -11,7 +11,8 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.pipeline import profiling
 from advisor.profiling.beside import launcher, relay
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.profiling.machine import environment
 from advisor.userfiles import restore
 

@@ -18,7 +18,9 @@ from typing import Any
 
 from advisor.loop.records import SESSION_FILE
 from advisor.loop.session import STANDBY_VARIABLE, TIMING_FILE, Session, disabled
-from advisor.profiling.beside.launcher import Exit, ScriptCommand, child_environment, end_tree, launch
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit, child_environment, launch
+from advisor.profiling.beside.tree import end_tree
 from advisor.profiling.machine import hostload
 from advisor.userfiles.guard import UNFIT
 

@@ -8,7 +8,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.distributed import place, starting
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 
 TOLD = """
 Failures:

@@ -14,7 +14,8 @@ from advisor.core.profile import InputStats, ProfilerCost, Site, Spread, StepPro
 from advisor.core.provenance import Provenance
 from advisor.testing import section
 from advisor.testing.baselines import Entry, Machine, Stored
-from advisor.testing.measured import Budget, CannotJudge, Measured
+from advisor.testing.judged import Budget, CannotJudge
+from advisor.testing.measured import Measured
 from advisor.testing.quantities import BY_KEY, QUANTITIES, Beyond, Held
 from advisor.testing.records import Record, Tested
 

@@ -15,8 +15,9 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import ProfilerCost
 from advisor.profiling.machine import environment
 from advisor.testing import baselines
+from advisor.testing.judged import CannotJudge
 from advisor.testing.marker import Marked
-from advisor.testing.measured import CannotJudge, Measured
+from advisor.testing.measured import Measured
 from advisor.testing.options import FAIL, SKIP, WARN, Options, Threshold
 from advisor.testing.perf import Inconclusive, Perf
 

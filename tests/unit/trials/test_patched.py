@@ -8,7 +8,8 @@ import pytest
 from advisor.core import storage
 from advisor.core.attempt import Attempt
 from advisor.core.errors import AdvisorError
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.trials import patched, records, shadow
 
 PATCH = """\
@@ -43,8 +44,8 @@ class Launcher:
         self.noise, self.calls = noise, []
         self.ends = Exit(code=0, stopped_by_advisor=True)
 
-    def __call__(self, command, session, *, cwd=None, before_path="", **_):
-        changed = cwd is not None
+    def __call__(self, command, session, *, elsewhere=None, **_):
+        changed = elsewhere is not None
         self.calls.append((changed, session.seed, command.argv[1:]))
         if changed and self.ends.code:
             return self.ends

@@ -9,7 +9,8 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.verdict import TrialLog
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.transforms import registry
 from advisor.trials import planfile, planner, prove, records
 

@@ -16,7 +16,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.rules import evaluate, load, recommend
 from advisor.trials import ledger, planfile, planner, records, rounds, search
 from advisor.trials.choosing import Answer

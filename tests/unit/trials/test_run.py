@@ -6,7 +6,8 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan, PlanHashes, PlanItem
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.trials import planfile, run
 
 FOLDS = """

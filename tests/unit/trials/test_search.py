@@ -17,7 +17,8 @@ from advisor.core.verdict import StackVerdict, TrialLog, Verdict
 from advisor.loop.records import NEXT_FILE
 from advisor.loop.session import Session
 from advisor.loop.waiting import Stage, patience_s
-from advisor.profiling.beside.launcher import Exit, ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
+from advisor.profiling.beside.launcher import Exit
 from advisor.reporting import terminal_trials, wording
 from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer

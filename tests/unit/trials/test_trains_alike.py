@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import ranks
 from advisor.trials.records import Measurement
 

@@ -14,7 +14,7 @@ import advisor
 from advisor.core.errors import AdvisorError
 from advisor.loop import sources
 from advisor.profiling.beside import jupyter, notebooks
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,9 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.loop.session import Session
-from advisor.profiling.beside.launcher import BrokenScript, ScriptCommand, _Progress, child_environment
+from advisor.profiling.beside.command import BrokenScript, ScriptCommand
+from advisor.profiling.beside.launcher import child_environment
+from advisor.profiling.beside.progress import Progress
 from advisor.resources import BOOTSTRAP
 
 
@@ -183,7 +185,7 @@ def test_disabled_the_environment_is_untouched(monkeypatch: pytest.MonkeyPatch) 
 def test_progress_is_read_in_whole_lines_and_from_this_child_only(tmp_path: Path) -> None:
     path = tmp_path / "progress.jsonl"
     path.write_text('{"event": "old"}\n')
-    progress = _Progress(path)
+    progress = Progress(path)
     with open(path, "a") as stream:
         stream.write('{"event": "one"}\nnot json\n[1]\n{"event": ')
     assert [event["event"] for event in progress.read()] == ["one"]

@@ -11,7 +11,7 @@ import pytest
 from clocks import until
 
 from advisor.loop.session import TIMING_FILE, Session
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay, Standby
 from advisor.userfiles import journal
 from advisor.userfiles.guard import UNFIT
@@ -132,7 +132,7 @@ def test_it_ends_with_whoever_would_have_given_the_orders(here: Path) -> None:
     killed = """
 import os, signal, time
 from pathlib import Path
-from advisor.profiling.beside.launcher import ScriptCommand
+from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Standby
 from advisor.loop.session import Session
 session = Session(mode="measure", script="train.py", run_dir="run", protect_files=True)
