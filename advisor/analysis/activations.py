@@ -62,14 +62,9 @@ def recompute(look: MemoryLook, wanted_bytes: int) -> Recomputation:
     )
 
 
-def alternatives(look: MemoryLook, ranks: int) -> list[Alternative]:
-    """What a GPU would hold, and what a step would take, by other ways; with `ranks` of them where several share the state.
-
-    Predicted from one step's sizes: a rank keeps its own batch's activations whichever way. ZeRO-1 leaves each rank an N-th of the optimizer's
-    state, FSDP2 of parameters and gradients too, but for what one block gathers; it sends half as much again as data parallelism.
-    """
+def alternatives(look: MemoryLook) -> list[Alternative]:
+    """What one GPU would hold, and what a step would take, with modules recomputed. Of several GPUs: sharing.py."""
     peak = look.most_bytes
-    state, gradients, weights = look.of("optimizer"), look.of("gradient"), look.of("parameter")
     found = [Alternative(name="as it is", nbytes=peak, step=(1.0, 1.0))]
     for share in (0.15, 0.3, 0.5):
         plan = recompute(look, int(share * peak))
@@ -81,21 +76,6 @@ def alternatives(look: MemoryLook, ranks: int) -> list[Alternative]:
                     note="apply --goal memory",
                 )
             )  # fmt: skip
-    if ranks > 1:
-        saved = state - state // ranks
-        found.append(
-            Alternative(name=f"ZeRO-1 on {ranks}", nbytes=peak - saved, step=(1.0, 1.1), note="shown, not applied")
-        )
-        saved += weights + gradients - (weights + gradients) // ranks
-        block = max((row.nbytes for row in look.rows if row.kind == "parameter"), default=0) // 4
-        found.append(
-            Alternative(
-                name=f"FSDP2 on {ranks}",
-                nbytes=max(peak - saved + block, 0),
-                step=(1.0, 1.5),
-                note="shown, not applied",
-            )
-        )
     return found
 
 

@@ -170,6 +170,17 @@ def _one(
     )
 
 
+def least_divided_us(profile: StepProfile, ranks: int, link: Link, *, synchronised: bool = True) -> float:
+    """The least that a step can take where the profiled batch itself is divided among so many ranks.
+
+    What each computes is an N-th, at best; what is sent hides behind it, at best. Synchronised norms are on the critical path.
+    """
+    share = profile.typical_us / ranks
+    sent = link.reduce_us(profile.model.parameters * 4.0, ranks)
+    norms = _norms(profile) * NORMS_COLLECTIVES * link.reduce_us(NORM_BYTES, ranks) if synchronised else 0.0
+    return share + norms + max(0.0, sent - share * 2 / 3)
+
+
 def _backward_us(profile: StepProfile) -> float:
     """Of the step: its own share by the trace; two thirds where there was none."""
     phases = profile.phase_us

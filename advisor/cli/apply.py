@@ -97,6 +97,7 @@ def apply(
     max_cost: float,
     gpus: int,
     allow: str | None,
+    shard: str | None,
     rules_dirs: tuple[Path, ...],
     form: str,
     quiet: bool,
@@ -137,8 +138,10 @@ def apply(
         raise click.UsageError(
             "no script; name one, or use --auto for the last profiled script", click.get_current_context()
         )
-    if goal == "memory" and (not words or not auto or plan is not None or gpus > 1):
-        raise click.UsageError("--goal memory needs --auto and a SCRIPT, in one process", click.get_current_context())
+    if goal == "memory" and (not words or not auto or plan is not None):
+        raise click.UsageError("--goal memory needs --auto and a SCRIPT", click.get_current_context())
+    if goal == "memory" and (shard or allow):
+        raise click.UsageError("--goal memory chooses what ranks share, by itself", click.get_current_context())
     if gpus > 1 and (not words or dry_run or not (auto or plan is not None)):
         raise click.UsageError("--gpus needs a SCRIPT, and --auto or --plan", click.get_current_context())
     if clash := set(only) & set(skip):
@@ -148,7 +151,11 @@ def apply(
     from advisor import pipeline
 
     with Progress(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
-        if goal == "memory":
+        if goal == "memory" and gpus > 1:
+            result = pipeline.reach_memory_on_ranks(
+                words, gpus, module=module, cost=max_cost, limit_bytes=memory, out=out, say=say
+            )
+        elif goal == "memory":
             result = pipeline.reach_memory(words, module=module, cost=max_cost, limit_bytes=memory, out=out, say=say)
         elif gpus > 1:
             search = (
@@ -160,6 +167,7 @@ def apply(
                 plan=plan,
                 module=module,
                 allow=allow is not None,
+                shard=shard or "",
                 out=out,
                 max_time_s=max_time,
                 only=only,

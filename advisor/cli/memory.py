@@ -31,6 +31,13 @@ from advisor.cli.progress import Progress
 @click.option(
     "--gpus", type=click.IntRange(1, 1024), metavar="N", default=1, help="Also show the share of each of N GPUs."
 )
+@click.option(
+    "--link",
+    default="measured",
+    metavar="NAME",
+    show_default=True,
+    help="With --gpus, the link between them: `measured` (two ranks, some seconds), nvlink, pcie, or LATENCY_US,GB_PER_S.",
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @format_option("text", "json")
 @verbosity_options
@@ -42,6 +49,7 @@ def memory(
     module: bool,
     memory: int,
     gpus: int,
+    link: str,
     out: Path | None,
     form: str,
     quiet: bool,
@@ -61,7 +69,7 @@ def memory(
     from advisor.reporting import held
 
     with Progress(quiet=quiet, verbose=verbose) as say:
-        found = pipeline.memory(words, module=module, memory_bytes=memory, gpus=gpus, out=out, say=say)
+        found = pipeline.memory(words, module=module, memory_bytes=memory, gpus=gpus, link=link, out=out, say=say)
     if form == "json":
         output.say(output.document("memory", found.look), sys.stdout)
         return 0

@@ -212,7 +212,12 @@ def verbosity_options(function: F) -> F:
 
 
 def gpus_options(function: F) -> F:
-    """`--gpus` and `--allow`."""
+    """`--gpus`, `--allow` and `--shard`."""
+    function = click.option(
+        "--shard",
+        type=click.Choice(["zero1", "fsdp2"]),
+        help="With --gpus: each rank keeps a share of the optimizer's state (zero1), or of weights and gradients too (fsdp2).",
+    )(function)
     function = click.option(
         "--allow",
         type=click.Choice(["training"]),

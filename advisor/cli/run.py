@@ -9,6 +9,7 @@ import click
 from advisor.cli.help import Command
 from advisor.cli.parameters import SCRIPT_CONTEXT, gpus_options, known_words_argument, module_option, verbosity_options
 from advisor.cli.progress import Progress
+from advisor.core.gpus import Gpus
 
 
 @click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
@@ -39,6 +40,7 @@ def run(
     background_saves: bool,
     gpus: int,
     allow: str | None,
+    shard: str | None,
     quiet: bool,
     verbose: bool,
 ) -> int:
@@ -69,8 +71,7 @@ def run(
                 plan=plan,
                 strict=strict,
                 saves=background_saves,
-                gpus=gpus,
-                allow=allow is not None,
+                gpus=Gpus(count=gpus, allow=allow is not None, shard=shard or ""),
                 say=say,
             )
         )

@@ -30,6 +30,7 @@ class ModuleCost:
     input_bytes: int  # what a recomputation has to keep of it
     submodules: int
     calls: int = 1
+    weight_bytes: int = 0  # of its parameters, and those below it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

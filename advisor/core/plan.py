@@ -46,3 +46,4 @@ class Plan:
     run: str = ""  # folder of the search that proved it
     gpus: int = 1  # ranks that the script was proved to train alike on, by `--gpus`
     norms: str = ""  # of those: "local" where each has batch norm statistics of its own
+    shard: str = ""  # of those: "zero1" or "fsdp2" where each keeps a share of the optimizer's state, or of all

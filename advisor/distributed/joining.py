@@ -81,7 +81,7 @@ def _become_rank(session: Session) -> None:
     atexit.register(_leave_group)  # before any other is: it is called last
     patches = Patches()  # never taken back: the script is N ranks to its end
     loaders = Loaders(rank, ranks)
-    gradients = Gradients(loaders, synchronised=not place.local_norms())
+    gradients = Gradients(loaders, synchronised=not place.local_norms(), shard=place.shard())
     loaders.install(patches)
     gradients.install(patches)
     readings = Readings(loaders, lambda: gradients.inside_model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -58,7 +59,7 @@ def _over_all_ranks(plain: Any) -> Any:
     ) -> Any:
         if _Alone.on or not training or not isinstance(input, torch.Tensor):
             return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        function: Any = SyncBatchNorm if input.is_cuda else _OnCpu
+        function: Any = _WithoutWaits if input.is_cuda else _OnCpu
         return function.apply(
             input,
             weight,
@@ -72,6 +73,22 @@ def _over_all_ranks(plain: Any) -> Any:
         )
 
     return batch_norm
+
+
+class _WithoutWaits(SyncBatchNorm):
+    """PyTorch's, without its look for ranks that have no samples: a mask that the host waits for, in each norm's forward.
+
+    Each rank of `--gpus` has samples (shards.py). PyTorch leaves the mask out while a CUDA graph is captured; so it is told that here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        plain, me = torch.cuda.is_current_stream_capturing, threading.get_ident()
+        torch.cuda.is_current_stream_capturing = lambda: threading.get_ident() == me or plain()
+        try:
+            return SyncBatchNorm.forward(ctx, *args)
+        finally:
+            torch.cuda.is_current_stream_capturing = plain
 
 
 class _OnCpu(torch.autograd.Function):

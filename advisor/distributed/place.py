@@ -7,6 +7,7 @@ the run folder, and what they write to disk to a folder of their own (userfiles/
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
 # Set by the supervisor: how many ranks, the run folder, a seed for generators that no script has to seed, whose statistics a batch norm
@@ -14,12 +15,34 @@ from pathlib import Path
 RANKS_VARIABLE, FOLDER_VARIABLE, RANK_VARIABLE = "ADVISOR_GPUS", "ADVISOR_RANKS_DIR", "ADVISOR_RANK"
 SEED_VARIABLE, NORMS_VARIABLE, LOCAL = "ADVISOR_COMMON_SEED", "ADVISOR_NORMS", "local"
 SHARE_VARIABLE = "ADVISOR_SHARE"  # one process alone, that loads of each batch what one of so many ranks would
+SHARD_VARIABLE, ZERO1, FSDP2 = "ADVISOR_SHARD", "zero1", "fsdp2"  # what ranks keep a share of; "" for nothing
+SHARDS = (ZERO1, FSDP2)
 # Events of ranks: one that ends by an exception of the script's; one that does not come to where the others wait; all that end because
 # the script cannot be divided.
 FAILED, LOST, REFUSED = "rank failed", "rank lost", "refused"
 # What torchrun tells its ranks. A script that asks for these would take up its own way of training in several processes.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
              "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Way:
+    """How ranks train together. `norms`: LOCAL for batch norms by each rank's own statistics; `shard`: one of SHARDS, or "" where each rank
+    holds all.
+    """
+
+    norms: str = ""
+    shard: str = ""
+
+    @property
+    def same(self) -> bool:
+        """Whether it is the training of one process."""
+        return self.norms != LOCAL
+
+
+def shard() -> str:
+    """What the ranks keep a share of."""
+    return os.environ.get(SHARD_VARIABLE, "")
 
 
 def ranks() -> int:

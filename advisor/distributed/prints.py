@@ -31,8 +31,14 @@ def _tensors(training: Training) -> Iterator[tuple[str, str, torch.Tensor]]:
                 yield "buffer", f"{root.name}.{name}", buffer
 
 
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Of FSDP2's shares what all ranks have together, which they ask for together."""
+    gather = getattr(tensor, "full_tensor", None)
+    return gather() if gather is not None else tensor
+
+
 def _print(name: str, tensor: torch.Tensor) -> tuple[float, ...]:
-    values = tensor.detach().flatten().double()
+    values = _whole(tensor.detach()).flatten().double()
     signs = torch.empty_like(values, dtype=torch.float32)
     drawn = torch.Generator(device=values.device).manual_seed(zlib.crc32(name.encode()))
     found = [values.norm()]

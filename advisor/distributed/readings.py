@@ -45,7 +45,9 @@ class Readings:
         patches.replace(tensor, "__format__", self._formats(tensor.__format__))
 
     def whole(self, number: torch.Tensor) -> float:
-        """The number of the whole batch."""
+        """The number of the whole batch. Of FSDP2's tensors (a clipped gradient's norm) all ranks have the same."""
+        if hasattr(number, "full_tensor"):
+            return float(self._item(number.full_tensor()))
         value = number.detach().to(torch.float32 if number.dtype != torch.float64 else torch.float64).reshape(1).clone()
         if self._loaders.divided:
             value *= self._loaders.share

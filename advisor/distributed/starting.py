@@ -22,12 +22,14 @@ _RAISED = re.compile(r"-- Process (\d+) terminated with the following error:\s*(
 _ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*)$", re.MULTILINE)
 
 
-def on_ranks(command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, norms: str = "") -> ScriptCommand:
+def on_ranks(
+    command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, way: place.Way | None = None
+) -> ScriptCommand:
     """The command as `ranks` processes of one host that train together. What they write lies in the run folder.
 
     Args:
         seed: of Python's and NumPy's generators and of the order of Python's sets, which are each process's own otherwise.
-        norms: "local" for batch norms by each rank's own statistics.
+        way: how they train together; None for the plain way.
 
     Raises:
         AdvisorError: for a command that is no Python script.
@@ -40,11 +42,13 @@ def on_ranks(command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, no
         )
     agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
     threads = max(1, cpu_count() // ranks)
+    way = way or place.Way()
     variables = {
         place.RANKS_VARIABLE: str(ranks),
         place.FOLDER_VARIABLE: str(run_dir.resolve()),
         place.SEED_VARIABLE: str(seed),
-        place.NORMS_VARIABLE: norms,
+        place.NORMS_VARIABLE: way.norms,
+        place.SHARD_VARIABLE: way.shard,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),  # torchrun would set 1, and say so
         "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", str(seed % 2**32)),
     }

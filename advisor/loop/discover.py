@@ -33,7 +33,7 @@ from advisor.loop.rootcalls import RootCalls
 from advisor.loop.sources import user_line
 from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.training import RootModule, StepEvent, Training
-from advisor.loop.values import autocast_dtype, elements, inner, sent, shapes
+from advisor.loop.values import autocast_dtype, class_of, elements, inner, sent, shapes
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
 LOOK_STEPS = 3
@@ -142,7 +142,7 @@ class Discovery:
                 self.training.device = parameter.device
 
     def _name(self, module: torch.nn.Module) -> str:
-        name = type(inner(module)).__name__
+        name = class_of(inner(module)).__name__
         taken = {root.name for root in self.training.models}
         numbered, count = name, 1
         while numbered in taken:

@@ -94,6 +94,13 @@ def autocast_dtype(kind: str) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if known and torch.is_autocast_enabled(kind) else None
 
 
+def class_of(module: torch.nn.Module) -> type:
+    """A module's class as the script knows it: FSDP2 puts one of its own before it."""
+    kind = type(module)
+    bases = [base for base in kind.__bases__ if base.__name__ != "FSDPModule"]
+    return kind if len(bases) == len(kind.__bases__) else bases[0]
+
+
 def inner(module: torch.nn.Module) -> torch.nn.Module:
     """The user's own module inside DataParallel, DistributedDataParallel and torch.compile wrappers."""
     while True:

@@ -9,7 +9,7 @@ from advisor.pipeline.applied import ApplyResult
 from advisor.pipeline.applying import apply, prove, try_patch
 from advisor.pipeline.inside import attach, attach_to_cupy, disable, enable, step
 from advisor.pipeline.kernels import kernels_list, kernels_verify
-from advisor.pipeline.memory_use import MemoryResult, memory, reach_memory
+from advisor.pipeline.memory_use import MemoryResult, memory, reach_memory, reach_memory_on_ranks
 from advisor.pipeline.profiling import (
     ProfileResult,
     profile,
@@ -40,6 +40,7 @@ __all__ = [
     "profile_trace",
     "prove",
     "reach_memory",
+    "reach_memory_on_ranks",
     "recommend",
     "recover",
     "run",

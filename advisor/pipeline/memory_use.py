@@ -32,15 +32,17 @@ def memory(
     module: bool = False,
     memory_bytes: int = 0,
     gpus: int = 1,
+    link: str = "measured",
     out: Path | None = None,
     say: Say,
 ) -> MemoryResult:
-    """Watch one step of the script for what it holds.
+    """Watch one step of the script for what it holds. `link`: of several GPUs, as `scale` has it.
 
     Raises:
         AdvisorError: for a script that cannot be started, or that shows no step.
     """
-    from advisor.analysis import activations
+    from advisor.analysis import activations, sharing
+    from advisor.pipeline.scaling import link_of
     from advisor.profiling.beside import launcher
     from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.memory import watched
@@ -61,9 +63,10 @@ def memory(
             exit_code=ExitCode.INCONCLUSIVE,
         )
     there = memory_bytes or look.total_bytes
+    shared = sharing.ways(look, gpus, link_of(link, min(gpus, 2))) if gpus > 1 else []
     return MemoryResult(
         look=look,
-        others=activations.alternatives(look, gpus),
+        others=[*activations.alternatives(look), *shared],
         batch=activations.largest_batch(look, there) if there else 0,
         memory_bytes=there,
     )
@@ -92,6 +95,44 @@ def reach_memory(
     run_dir = begin_run(command.name, out, say)
     machine = planfile.environment_text(environment.probe())
     log, plan, _, exit_code = reach(command, run_dir, cost=cost, limit_bytes=limit_bytes, environment=machine, say=say)
+    return ApplyResult(
+        run_dir=run_dir, exit_code=exit_code, log=log, plan=plan, plan_file=plan_beside(plan, run_dir, say)
+    )
+
+
+def reach_memory_on_ranks(
+    words: Sequence[str],
+    gpus: int,
+    *,
+    module: bool = False,
+    cost: float = 0.05,
+    limit_bytes: int = 0,
+    out: Path | None = None,
+    say: Say,
+) -> ApplyResult:
+    """Make each of `gpus` ranks of a script for one GPU hold less, and prove it: trials/memory_ranks.py.
+
+    Raises:
+        AdvisorError: as `reach_memory`; and where the ranks do not train as one process does.
+    """
+    from advisor.pipeline.scaling import link_of
+    from advisor.profiling.beside.command import ScriptCommand
+    from advisor.profiling.machine import environment
+    from advisor.trials import planfile, ranks
+    from advisor.trials.memory_ranks import Limits, reach_on_ranks
+
+    command, machine = ScriptCommand.parse(words, module=module), environment.probe()
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=False)
+    run_dir = begin_run(command.name, out, say)
+    log, plan, exit_code = reach_on_ranks(
+        command,
+        gpus,
+        run_dir,
+        Limits(cost=cost, nbytes=limit_bytes),
+        link_of("measured", gpus),
+        environment=planfile.environment_text(machine),
+        say=say,
+    )
     return ApplyResult(
         run_dir=run_dir, exit_code=exit_code, log=log, plan=plan, plan_file=plan_beside(plan, run_dir, say)
     )

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text, rate_text, time_text
 from advisor.core.verdict import TrialLog
-from advisor.runs import load_profile
+from advisor.runs import PROFILE_FILE, load_profile
+from advisor.runs.folders import here
 
 if TYPE_CHECKING:
     from advisor.analysis.scaling import Foretold, Link
@@ -37,7 +39,7 @@ def scale(
     from advisor.analysis import scaling
 
     _, measured = load_profile(run)
-    inside, outside = _link(link), scaling.link(between)
+    inside, outside = link_of(link), scaling.link(between)
     rows = scaling.foretell(measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms)
     told = tuple(
         f"{where}: {time_text(one.latency_us)} and {rate_text(one.gbps)} ({one.basis})"
@@ -47,7 +49,12 @@ def scale(
     return ScaleResult(rows=rows, one_us=measured.typical_us, links=told)
 
 
-def _link(name: str, ranks: int = 2) -> Link:
+def link_of(name: str, ranks: int = 2) -> Link:
+    """The link by its name, or measured here over so many ranks.
+
+    Raises:
+        AdvisorError: when it cannot be measured or has no such name.
+    """
     import tempfile
 
     from advisor.analysis import scaling
@@ -66,7 +73,7 @@ def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, s
     if profile is None or log.stack is None or not log.stack.plain_us:
         return ()
     try:
-        link = _link("measured", gpus)
+        link = link_of("measured", gpus)
         (row,) = scaling.foretell(profile, (gpus,), inside=link, between=link, host=gpus, synchronised=synchronised)
     except AdvisorError as error:
         return (f"no prediction for {gpus} ranks: {error}",)
@@ -77,3 +84,27 @@ def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, s
         f"communication (link {time_text(link.latency_us)}, {rate_text(link.gbps)}); measured {time_text(took)}: "
         f"{percent_text(abs(row.middle_us / took - 1))} off",
     )
+
+
+def loses(script: str, gpus: int, *, synchronised: bool) -> str:
+    """What the newest profile of this script here says against dividing its batch among so many ranks; "" where nothing does, or there is none."""
+    from advisor.analysis import scaling
+
+    for folder in here(PROFILE_FILE):
+        try:
+            profile = storage.load(folder / PROFILE_FILE, StepProfile)
+        except AdvisorError:
+            continue
+        if profile.script != script or profile.model.world_size > 1 or not profile.typical_us:
+            continue
+        try:
+            least = scaling.least_divided_us(profile, gpus, link_of("measured", gpus), synchronised=synchronised)
+        except AdvisorError:
+            return ""
+        if least < profile.typical_us:
+            return ""
+        return (
+            f"{gpus} ranks will lose: a step of {time_text(profile.typical_us)} cannot be shorter than {time_text(least)} when its batch "
+            "is divided. Give the script a larger batch"
+        )
+    return ""

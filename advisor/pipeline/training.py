@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core.errors import AdvisorError
+from advisor.core.gpus import Gpus
 from advisor.core.plan import Plan, PlanItem
 from advisor.pipeline.shared import Say, recover_pending
 from advisor.runs import find_plan, new_run_dir
 
 if TYPE_CHECKING:
     from advisor.profiling.beside.command import ScriptCommand
+
+ONE = Gpus()
 
 
 def run(
@@ -21,15 +24,14 @@ def run(
     module: bool = False,
     plan: Path = Path("last"),
     strict: bool = False,
-    gpus: int = 1,
-    allow: bool = False,
+    gpus: Gpus = ONE,
     saves: bool = False,
     say: Say,
 ) -> int:
     """Train with a plan (its file, the folder of its run, or `last`) to the end. Returns the script's own exit code.
 
     With `gpus` a script written for one runs as so many ranks, with the plan that was proved for them; else that is proved first, and
-    they train without one. `saves`: checkpoints are written in the background. `allow`: as parts of a batch that do not train as the whole does.
+    they train without one. `saves`: checkpoints are written in the background.
 
     Raises:
         AdvisorError: when there is no plan, it cannot be read, or, with `strict`, an item of it no longer fits; when the ranks cannot
@@ -41,8 +43,8 @@ def run(
 
     command = ScriptCommand.parse(words, module=module) if words else None
     also = (PlanItem(transform="background_saves", status="kept"),) if saves else ()
-    if gpus > 1:
-        return _run_on_ranks(command, plan, gpus, allow=allow, strict=strict, also=also, say=say)
+    if gpus.count > 1:
+        return _run_on_ranks(command, plan, gpus, strict=strict, also=also, say=say)
     named = command.name if command is not None else ""
     try:
         plan, loaded = find_plan(plan, lambda known: not planfile.left_open(known), named)
@@ -61,9 +63,8 @@ def run(
 def _run_on_ranks(
     command: ScriptCommand | None,
     name: Path,
-    gpus: int,
+    asked: Gpus,
     *,
-    allow: bool,
     strict: bool,
     also: Sequence[PlanItem],
     say: Say,
@@ -76,24 +77,24 @@ def _run_on_ranks(
 
     if command is None:
         raise AdvisorError("no script given", expected="a Python script with --gpus")
-    norms, machine = ranks.norms(allow), environment.probe()
-    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=allow)
+    gpus, way, machine = asked.count, ranks.way(asked.allow, asked.shard), environment.probe()
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow)
     recover_pending(say)
     run_dir = new_run_dir(command.name)
-    path, plan = ranks.plan_for(command, name, gpus, norms, find=find_plan)
+    path, plan = ranks.plan_for(command, name, gpus, way, find=find_plan)
     if plan is None:
         say(
             f"no plan on file was proved for {gpus} ranks of this script: it is proved now that they train as one process does"
         )
-        proof = ranks.prove_alone(command, gpus, run_dir, norms=norms, say=say)
+        proof = ranks.prove_alone(command, gpus, run_dir, way=way, say=say)
         say(ranks.told(proof))
         path, plan = (
             run_dir,
-            ranks.bare_plan(command, proof, run_dir, norms, environment=planfile.environment_text(machine)),
+            ranks.bare_plan(command, proof, run_dir, way, environment=planfile.environment_text(machine)),
         )
         planfile.write(run_dir / "plan.yaml", plan)
     seed = ranks.new_seed()
-    together = starting.on_ranks(command, gpus, run_dir, seed=seed, norms=norms)
+    together = starting.on_ranks(command, gpus, run_dir, seed=seed, way=way)
     try:
         return run_plan(
             together, path, plan, run_dir=run_dir, strict=strict, also=also, say=say, launch=launcher.launch

@@ -35,7 +35,7 @@ LOOK_WARMUP = 6  # optimizers have their state by then
 
 
 @dataclass(slots=True, eq=False)
-class _Goal:
+class Goal:
     """One run of it."""
 
     script: Script
@@ -94,7 +94,7 @@ def reach(
     owners.hold(run_dir)
     script = Script(command, run_dir, launcher.launch, say)
     runs = FreshRuns(script, budget.Budget.from_now(600.0, None).trial_s)
-    goal = _Goal(script, runs, cost, limit_bytes, say)
+    goal = Goal(script, runs, cost, limit_bytes, say)
     kept: list[PlanItem] = []
     now: MemoryLook | None = None
     try:
@@ -107,12 +107,12 @@ def reach(
             )
         say("timing the script as it is")
         goal.plain = runs.measure(spent.MEMORY, ())
-        for item, told in _sets(goal.before, limit_bytes):
+        for item, told in sets(goal.before, limit_bytes):
             verdict, look = goal.tried(item, kept, told)
             records.save_verdict(run_dir, verdict)
             say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
             if verdict.status == KEPT:
-                kept.append(_item(verdict))
+                kept.append(item_of(verdict))
                 now = look
                 break
         if goal.before.device == "cuda":
@@ -121,7 +121,7 @@ def reach(
             records.save_verdict(run_dir, verdict)
             say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
             if verdict.status == KEPT:
-                kept.append(_item(verdict))
+                kept.append(item_of(verdict))
                 now = look
     except KeyboardInterrupt:
         script.interrupted = True
@@ -171,7 +171,7 @@ def watched(script: Script, kept: Sequence[PlanItem]) -> MemoryLook | None:
         return None
 
 
-def _sets(look: MemoryLook, limit_bytes: int) -> list[tuple[PlanItem, str]]:
+def sets(look: MemoryLook, limit_bytes: int) -> list[tuple[PlanItem, str]]:
     """Sets of modules to try in turn."""
     wanted = [int(share * look.most_bytes) for share in SHARES]
     if limit_bytes:
@@ -213,7 +213,7 @@ def _verdict(item: PlanItem, status: str, reason: str) -> Verdict:
     )
 
 
-def _item(verdict: Verdict) -> PlanItem:
+def item_of(verdict: Verdict) -> PlanItem:
     return PlanItem(
         transform=verdict.transform,
         status=KEPT,

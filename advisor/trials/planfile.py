@@ -39,7 +39,7 @@ def write(path: Path, plan: Plan) -> None:
     lines.append("argv: [" + ", ".join(q(a) for a in plan.argv) + "]")
     lines += [f"created: {q(plan.created)}", f"run: {q(plan.run)}", f"speedup: {q(plan.speedup)}"]
     if plan.gpus > 1:
-        lines += [f"gpus: {plan.gpus}", f"norms: {q(plan.norms)}"]
+        lines += [f"gpus: {plan.gpus}", f"norms: {q(plan.norms)}", f"shard: {q(plan.shard)}"]
     lines.append("")
     lines.append(
         "# What the plan was proved on. When something here no longer fits, advisor says what and trains without the plan."
@@ -133,7 +133,19 @@ class _Reader:
         return value
 
     def plan(self, root: yaml.Node | None) -> Plan:
-        keys = ("schema_version", "script", "argv", "created", "run", "speedup", "gpus", "norms", "hashes", "items")
+        keys = (
+            "schema_version",
+            "script",
+            "argv",
+            "created",
+            "run",
+            "speedup",
+            "gpus",
+            "norms",
+            "shard",
+            "hashes",
+            "items",
+        )
         top = self.mapping(root, "the plan", keys)
         if "schema_version" not in top:
             raise self.fail(root, "schema_version is missing", str(storage.SCHEMA_VERSION))
@@ -165,6 +177,7 @@ class _Reader:
             run=self.text(top["run"], "run") if "run" in top else "",
             gpus=self.count(top["gpus"], "gpus") if "gpus" in top else 1,
             norms=self.text(top["norms"], "norms") if "norms" in top else "",
+            shard=self.text(top["shard"], "shard") if "shard" in top else "",
         )
 
     def count(self, node: yaml.Node, what: str) -> int:
@@ -258,12 +271,12 @@ def model_hash(modules: Iterable[Any]) -> str:
 
     The same for every instance of one architecture, alone or wrapped for several processes; values play no part.
     """
-    from advisor.loop.values import inner  # imports torch, which the supervisor does without
+    from advisor.loop.values import class_of, inner  # imports torch, which the supervisor does without
 
     digest = hashlib.sha256()
     for root in map(inner, modules):
         for name, module in root.named_modules():
-            digest.update(f"m {name} {type(module).__qualname__}\n".encode())
+            digest.update(f"m {name} {class_of(module).__qualname__}\n".encode())
         for kind, tensors in (("p", root.named_parameters()), ("b", root.named_buffers())):
             for name, tensor in tensors:
                 digest.update(f"{kind} {name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -45,6 +45,11 @@ class RanksProof:
     one: tuple[Measurement, ...] = field(default=(), repr=False)
     all: tuple[Measurement, ...] = field(default=(), repr=False)
 
+    @property
+    def loses(self) -> bool:
+        """Whether the ranks are slower than one process, beyond noise."""
+        return self.speedup is not None and self.speedup[2] < 1.0
+
 
 def checked(command: ScriptCommand, ranks: int, *, gpus: int, allowed: bool) -> None:
     """Refuse what the script's text or the machine says against it, before anything runs.
@@ -71,9 +76,17 @@ def checked(command: ScriptCommand, ranks: int, *, gpus: int, allowed: bool) -> 
         )
 
 
-def norms(allowed: bool) -> str:
-    """How batch norms take their statistics: of each rank's own part where another training is allowed, else over all."""
-    return place.LOCAL if allowed else ""
+def way(allowed: bool, shard: str = "") -> place.Way:
+    """How ranks train. Batch norms take statistics of each rank's own part where another training is allowed, else over all.
+
+    Raises:
+        AdvisorError: for both at once: nothing would make norms' statistics, which nobody shares, alike on all ranks.
+    """
+    if allowed and shard == place.FSDP2:
+        raise AdvisorError(
+            "--shard fsdp2 with --allow training", expected="batch norms over all ranks", fix="Leave one out."
+        )
+    return place.Way(norms=place.LOCAL if allowed else "", shard=shard)
 
 
 def new_seed() -> int:
@@ -82,32 +95,37 @@ def new_seed() -> int:
 
 
 def plan_for(
-    command: ScriptCommand, name: Path, ranks: int, norms: str, *, find: Callable[..., tuple[Path, Plan]]
+    command: ScriptCommand, name: Path, ranks: int, way: place.Way, *, find: Callable[..., tuple[Path, Plan]]
 ) -> tuple[Path, Plan | None]:
     """The plan by this name with its file, if it was proved for so many ranks; None where there is none such."""
     try:
-        path, plan = find(name, lambda known: known.gpus == ranks and known.norms == norms, command.name)
+        path, plan = find(name, lambda known: known.gpus == ranks and way_of(known) == way, command.name)
     except AdvisorError:
         if str(name) != "last":
             raise
         return name, None
-    if planfile.another_script(plan, command.name) or (plan.gpus, plan.norms) != (ranks, norms):
+    if planfile.another_script(plan, command.name) or (plan.gpus, way_of(plan)) != (ranks, way):
         return path, None
     return path, plan
 
 
-def prove_alone(command: ScriptCommand, ranks: int, run_dir: Path, *, norms: str, say: Say) -> RanksProof:
+def way_of(plan: Plan) -> place.Way:
+    """How the ranks train that the plan was proved for."""
+    return place.Way(norms=plan.norms, shard=plan.shard)
+
+
+def prove_alone(command: ScriptCommand, ranks: int, run_dir: Path, *, way: place.Way, say: Say) -> RanksProof:
     """`prove`, by itself: the user's files are put back, also where it raises."""
     owners.hold(run_dir)
     script = Script(command, run_dir, launcher.launch, say)
     try:
-        return prove(command, ranks, script, seed=fresh.SEED, norms=norms, launch=launcher.launch, say=say)
+        return prove(command, ranks, script, seed=fresh.SEED, way=way, launch=launcher.launch, say=say)
     finally:
         script.put_back()
         starting.clear(run_dir, ranks)
 
 
-def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, norms: str, *, environment: str) -> Plan:
+def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, way: place.Way, *, environment: str) -> Plan:
     """A plan without changes: that so many ranks train as one process does."""
     return Plan(
         script=command.words[0],
@@ -117,7 +135,8 @@ def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, norms: s
         hashes=planfile.hashes_here(command.name, model=proof.one[0].model_hash, environment=environment),
         run=str(run_dir),
         gpus=proof.ranks,
-        norms=norms,
+        norms=way.norms,
+        shard=way.shard,
     )
 
 
@@ -136,37 +155,58 @@ def told(proof: RanksProof) -> str:
 
 
 def prove(
-    command: ScriptCommand, ranks: int, script: Script, *, seed: int, norms: str, launch: Launch, say: Say
+    command: ScriptCommand, ranks: int, script: Script, *, seed: int, way: place.Way, launch: Launch, say: Say
 ) -> RanksProof:
     """Run the script as one process three times, and once as `ranks`.
 
     Raises:
         AdvisorError: where it does not run to its measurement, where a rank has refused it, and where the ranks do not train alike.
     """
-    say("one process, as a reference")
-    plain = _run(script, seed)
-    others = []
-    for turn, by in enumerate(ORDERS, 1):
-        say(f"one process with each batch in another order, for its own noise ({turn} of {len(ORDERS)})")
-        others.append(_run(script, seed, rotate=by))
+    one = reference(script, seed=seed)
     say(f"{ranks} ranks, each with its part of the batch")
-    spread_command = starting.on_ranks(command, ranks, script.run_dir, seed=seed, norms=norms)
-    together = Script(spread_command, script.run_dir, launch, say)
-    spread = _run(together, seed)
+    together = Script(
+        starting.on_ranks(command, ranks, script.run_dir, seed=seed, way=way), script.run_dir, launch, say
+    )
+    proof = compared(one, together, ranks, seed=seed, way=way)
     script.seconds.update(together.seconds)
-    check = alike(plain, others, spread, same=norms != place.LOCAL)
+    return proof
+
+
+def reference(script: Script, *, seed: int) -> tuple[Measurement, ...]:
+    """One process, and the same with each batch in other orders.
+
+    Raises:
+        AdvisorError: as `prove` does.
+    """
+    script.say("one process, as a reference")
+    found = [_run(script, seed)]
+    for turn, by in enumerate(ORDERS, 1):
+        script.say(f"one process with each batch in another order, for its own noise ({turn} of {len(ORDERS)})")
+        found.append(_run(script, seed, rotate=by))
+    return tuple(found)
+
+
+def compared(one: Sequence[Measurement], together: Script, ranks: int, *, seed: int, way: place.Way) -> RanksProof:
+    """All ranks, once, against `reference`.
+
+    Raises:
+        AdvisorError: as `prove` does.
+    """
+    plain, *others = one
+    spread = _run(together, seed)
+    check = alike(plain, others, spread, same=way.same)
     if check.passed is not True:
         raise AdvisorError(
             f"{ranks} ranks do not train as one process does: {check.detail}",
             expected=f"no more than {FACTOR:g} times the noise of one process",
-            fix="`--allow training` trains all the same." if norms != place.LOCAL else "",
+            fix="`--allow training` trains all the same." if way.same else "",
             exit_code=ExitCode.FINDINGS if check.passed is False else ExitCode.INCONCLUSIVE,
         )
     return RanksProof(
         ranks=ranks,
         check=check,
         speedup=ratio([plain], [spread], flow=False).bounds,
-        one=(plain, *others),
+        one=tuple(one),
         all=(spread,),
     )
 

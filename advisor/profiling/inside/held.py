@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from advisor.core import storage
 from advisor.core.held import ACTIVATION, HELD_FILE, HeldRow, MemoryCourse, MemoryLook, ModuleCost
+from advisor.loop import ranks
 from advisor.loop.session import Session
 from advisor.loop.sources import user_line
 from advisor.loop.stop import stop
@@ -37,7 +38,7 @@ class Look:
         self._state = {
             tensor.untyped_storage().data_ptr()
             for root in training.roots
-            for tensor in (*root.module.parameters(), *root.module.buffers())
+            for tensor in map(_own, (*root.module.parameters(), *root.module.buffers()))
             if tensor.layout is torch.strided
         }
         self._inside: list[torch.nn.Module] = []
@@ -220,6 +221,11 @@ class Look:
             for root in self.training.roots
             for module in root.module.modules()
         }
+        weights = {
+            self._names[id(module)]: sum(p.numel() * p.element_size() for p in map(_own, module.parameters()))
+            for root in self.training.roots
+            for module in root.module.modules()
+        }
         for name, calls in self._calls.items():
             yield ModuleCost(
                 module=name,
@@ -228,6 +234,7 @@ class Look:
                 input_bytes=self._inputs.get(name, 0),
                 submodules=children.get(name, 0),
                 calls=calls,
+                weight_bytes=weights.get(name, 0),
             )
 
     def _lasting(self) -> Iterator[HeldRow]:
@@ -235,7 +242,7 @@ class Look:
 
         def size(tensors: Any) -> tuple[int, int]:
             nbytes = count = 0
-            for tensor in tensors:
+            for tensor in map(_own, tensors):
                 if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
                     whole = tensor.untyped_storage()
                     if whole.data_ptr() not in seen and tensor.device.type == training.device.type:
@@ -264,7 +271,12 @@ def _nothing(address: int) -> None:
 def _nbytes(gradient: torch.Tensor | None) -> int:
     if gradient is None or gradient.layout is not torch.strided:
         return 0
-    return gradient.untyped_storage().nbytes()
+    return int(_own(gradient).untyped_storage().nbytes())
+
+
+def _own(value: Any) -> Any:
+    """Of a tensor that several ranks share (FSDP2's) this rank's part."""
+    return value.to_local() if hasattr(value, "to_local") else value
 
 
 class LookDriver:
@@ -304,5 +316,6 @@ class LookDriver:
             found = self._look.result(
                 step_us=sorted(steps)[len(steps) // 2] if steps else 0.0, steps=self._seen, applied=self._applied()
             )
-            storage.save(self.session.folder / HELD_FILE, found)
+            if ranks.group()[0] == 0:
+                storage.save(self.session.folder / HELD_FILE, found)
             stop(self.session, "watched")

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from advisor.analysis import scaling
+from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import ConvFact, KernelRow, ModelFacts, Spread, StepProfile
+from advisor.pipeline import scaling as pipeline_scaling
 from advisor.reporting import scaling as page
 
 FREE = scaling.Link(name="free", latency_us=0.0, gbps=1e12, basis="none")
@@ -77,3 +81,32 @@ def test_what_does_not_serve_is_told() -> None:
     with pytest.raises(AdvisorError, match="no link 'string'"):
         scaling.link("string")
     assert scaling.link("2,50").gbps == 50.0
+
+
+def test_a_divided_batch_takes_an_nth_at_best_and_what_nothing_hides() -> None:
+    assert scaling.least_divided_us(profile(), 4, FREE) == pytest.approx(2500)
+    norms = {"module_counts": {"BatchNorm2d": 18}, "parameters": 0}
+    link = scaling.Link(name="", latency_us=100.0, gbps=1e6, basis="")  # 18 norms, two messages of two hops each
+    assert scaling.least_divided_us(profile(**norms), 2, link) == pytest.approx(
+        5000 + 18 * 2 * 200 + 200, rel=0.01, abs=210
+    )
+    assert scaling.least_divided_us(profile(**norms), 2, link, synchronised=False) == pytest.approx(5000)
+    slow = scaling.Link(name="", latency_us=0.0, gbps=1.0, basis="")
+    sent = 4.0 * profile().model.parameters / 1e3
+    assert scaling.least_divided_us(profile(), 2, slow) == pytest.approx(5000 + sent - 5000 * 2 / 3)
+
+
+def test_ranks_that_must_lose_are_told_of_by_the_newest_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "advisor-runs" / "one"
+    folder.mkdir(parents=True)
+    slow = scaling.Link(name="", latency_us=1e4, gbps=1.0, basis="")
+    monkeypatch.setattr(pipeline_scaling, "link_of", lambda name, ranks: slow)
+    assert pipeline_scaling.loses("train.py", 2, synchronised=True) == ""
+    storage.save(folder / "profile.json", profile())
+    assert "2 ranks will lose" in pipeline_scaling.loses("train.py", 2, synchronised=True)
+    assert pipeline_scaling.loses("other.py", 2, synchronised=True) == ""
+    monkeypatch.setattr(pipeline_scaling, "link_of", lambda name, ranks: FREE)
+    assert pipeline_scaling.loses("train.py", 2, synchronised=True) == ""

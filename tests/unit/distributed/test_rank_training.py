@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from advisor.distributed import gradients as gradients_module
-from advisor.distributed import joining, norms, place
+from advisor.distributed import joining, norms, place, shared_weights
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
@@ -154,3 +157,79 @@ def test_kernels_that_know_one_ranks_samples_leave_synchronised_norms_alone(patc
     assert told() != because
     norms.install(patches)
     assert told() == because
+
+
+def test_a_step_with_a_closure_has_no_share(patches: Patches, capsys: pytest.CaptureFixture[str]) -> None:
+    loaders = Loaders(0, 1)
+    loaders.divided, loaders.share = True, 1.0
+    Gradients(loaders, shard=place.ZERO1).install(patches)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    with pytest.raises(Refused):
+        optimizer.step(lambda: 0.0)
+    assert re.search(r"test_rank_training.py:\d+: .*closure", capsys.readouterr().err)
+
+
+def test_blocks_to_be_gathered_are_called_and_hold_no_weight_of_others() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.blocks = nn.Linear(4, 4), nn.ModuleList(nn.Linear(32, 32) for _ in range(6))
+            self.head = nn.Linear(32, 4)
+
+    net = Net()
+    assert shared_weights.blocks(net) == [*net.blocks, net.head]  # the stem is too small: the root's
+    net.blocks[1].weight = net.blocks[0].weight
+    assert shared_weights.blocks(net) == []
+
+
+def test_a_synchronised_norm_on_a_gpu_does_not_look_for_ranks_without_samples(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host would wait for the GPU in each norm's forward. PyTorch has no such norm for a CPU: what it asks is planted."""
+    asked: list[tuple[bool, bool]] = []
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            asked.append((torch.cuda.is_current_stream_capturing(), other.submit(plain).result()))
+            assert other.submit(lambda: torch.cuda.is_current_stream_capturing()).result() is False
+        raise ValueError("no GPU")
+
+    plain = lambda: False  # noqa: E731  # stands for torch's function
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", plain)
+    monkeypatch.setattr(norms.SyncBatchNorm, "forward", staticmethod(forward))
+    with pytest.raises(ValueError, match="no GPU"):
+        norms._WithoutWaits.forward(None)
+    assert asked == [(True, False)]
+    assert torch.cuda.is_current_stream_capturing is plain
+
+
+def test_torchs_own_norm_asks_what_is_answered() -> None:
+    """Should PyTorch mask otherwise one day, the answer above is of no use."""
+    assert "if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):" in inspect.getsource(
+        norms.SyncBatchNorm.forward
+    ) or "if not torch.cuda.is_current_stream_capturing():" in inspect.getsource(norms.SyncBatchNorm.forward)
+
+
+def test_a_models_calls_are_seen_and_traced_through(patches: Patches) -> None:
+    _, gradients = _training(patches)
+    inside: list[bool] = []
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.compiler.is_compiling():
+                inside.append(gradients.inside_model)
+            return self.layer(x)
+
+    net = Net()
+    net(torch.ones(2, 3))
+    assert (inside, gradients.inside_model) == ([True], False)
+    assert list(gradients._called.values()) == [net]
+    net.layer.forward = lambda x: 1 / 0  # type: ignore[assignment,return-value]  # a fault of the script's
+    with pytest.raises(ZeroDivisionError):
+        net(torch.ones(2, 3))
+    assert not gradients.inside_model
+    torch.compile(Net(), backend="eager", fullgraph=True)(torch.ones(2, 3))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core.errors import AdvisorError
+from advisor.core.verdict import Check
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import ranks
 from advisor.trials.records import Measurement
@@ -58,3 +59,9 @@ def test_what_is_known_before_anything_runs_is_said_then(tmp_path: Path) -> None
     ranks.checked(command, 2, gpus=2, allowed=True)
     with pytest.raises(AdvisorError, match="--gpus 4 on a machine with 2 GPUs"):
         ranks.checked(command, 4, gpus=2, allowed=True)
+
+
+def test_ranks_lose_only_beyond_noise() -> None:
+    right = Check(passed=True, detail="")
+    for bounds, lost in (((0.3, 0.4, 0.5), True), ((0.8, 0.9, 1.1), False), (None, False)):
+        assert ranks.RanksProof(ranks=2, check=right, speedup=bounds).loses is lost
