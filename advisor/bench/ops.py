@@ -370,7 +370,7 @@ def host_us(case: Case) -> dict[str, dict[str, float]]:
     """Pass → contender → microseconds of the host a call, ours through a site as in a captured graph.
 
     Calls are made in a row as a training makes them, and a row's backward is one run of autograd: one call by itself behind a wait for the
-    device takes the host up to twice as long, eager's and ours (docs/notes/host-cost-of-a-call.md).
+    device takes the host up to twice as long, eager's and ours (docs/notes/host-cost-of-a-call.md#calls-replayed-from-c).
     """
     arguments = case.inputs(verify.seeded(DEVICE, 0), case.shape[0])
     nbytes = sum(a.numel() * a.element_size() for a in arguments if isinstance(a, torch.Tensor))

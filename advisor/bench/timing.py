@@ -2,7 +2,7 @@
 
 A contender is timed in a row of its own calls, as a training runs one kernel behind the other: the device never waits for the host
 between them, and a call in front of the row leaves the L2 cache as each of them does. One call between two events, behind memory that
-something else has written, takes 2 to 9 us more of the H200 (docs/notes/kernels/how-kernels-are-measured.md).
+something else has written, takes 2 to 9 us more of the H200 (docs/notes/kernels/how-kernels-are-measured.md#rows-of-calls).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What share of each hardware unit's peak a pass uses, counted by the GPU's performance monitors: `advisor bench ops --counters`.
 
 A pass is counted as it is timed, in a row of its own calls behind a pad, with no kernel replayed or held apart from the next
-(docs/notes/kernels/how-kernels-are-measured.md).
+(docs/notes/kernels/how-kernels-are-measured.md#what-holds-a-kernel-counted-in-rows).
 """
 
 from __future__ import annotations

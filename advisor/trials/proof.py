@@ -20,7 +20,7 @@ ROUND = (PLAIN, STACK, STACK, PLAIN)
 # What a step waits for while the device has nothing to do, as people read it.
 LOADER, HOST = "its loader", "the host's launches"
 # One run of each says enough where its steps are certainly faster by so much: two processes of one kind differ by 1 to 2 %
-# (docs/notes/proof.md), and the interval of one and one is made wider by what two of each kind may.
+# (docs/notes/proof.md#how-far-two-processes-tell), and the interval of one and one is made wider by what two of each kind may.
 CLEAR, APART = 1.1, 0.04
 # Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower.
 NOT_SLOWER = 0.97

@@ -199,7 +199,7 @@ def parts(pairs: Sequence[tuple[float, float]], min_gain: float, before: int = 1
     Six pairs tell `min_gain` where their log ratios spread by half of it (t at the first look's level over the root of six is 2), and
     the mean of parts that alternate between the arms spreads less by their root. Longer blocks would not do: where the host's
     launches bound a step its speed wanders at all scales from ten steps to a thousand, and only neighbours see the same
-    (docs/notes/proof.md). Between 1 and `MOST_PARTS`; `before` as long as fewer pairs than the first stage's have been seen.
+    (docs/notes/proof.md#blocks-in-parts). Between 1 and `MOST_PARTS`; `before` as long as fewer pairs than the first stage's have been seen.
     """
     if len(pairs) < STAGES[0] or not all(math.isfinite(v) and v > 0 for pair in pairs for v in pair):
         return before
@@ -316,7 +316,7 @@ def process_speedup(
     Each process gives up to six blocks, by their medians or `means`. The variance of an arm's mean is that of its blocks
     plus that between its processes, so two processes that disagree widen the interval. Degrees of freedom are the blocks'
     (Welch) and, for what processes are apart by beyond their blocks' noise, the processes' (Satterthwaite). Two and two that are
-    apart by 1 to 2 % are told with 95 to 98 %, not 99 (docs/notes/proof.md). None when an arm has fewer than two blocks.
+    apart by 1 to 2 % are told with 95 to 98 %, not 99 (docs/notes/proof.md#how-far-two-processes-tell). None when an arm has fewer than two blocks.
 
     Args:
         means: compare the time of all steps together, which is what a training takes: the ratio of arithmetic means. Epoch starts and

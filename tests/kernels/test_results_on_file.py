@@ -214,7 +214,7 @@ def greedy(rows: Iterable[Row]) -> list[str]:
     """Rows whose pass takes more memory than PyTorch's own.
 
     Not those of a pair apart: there PyTorch's convolution hands its gradient to the norm, and autograd holds it until the norm is
-    done (docs/notes/kernels/convolutions-1x1.md).
+    done (docs/notes/kernels/convolutions-1x1.md#a-norms-gradient-from-the-convolution-behind-it).
     """
     return [
         f"{row['name']} {row['pass']} {row['dtype']} {row['shape']}"

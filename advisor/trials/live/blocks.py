@@ -116,7 +116,7 @@ class TimedBlocks:
         """What the kernels' own time says where noise hides what the step does; None unless it is a gain.
 
         What saves only the host's time, or lets kernels run side by side, saves none of it: nothing is refused by it. Not beside captured
-        graphs (docs/notes/profiling.md).
+        graphs (docs/notes/profiling.md#cuptis-teardown).
         """
         loop, times, session = self.loop, self.times, self.loop.session
         if not session.kernel_steps or times.kernels_off_us or times.exponent or graphs.alive():

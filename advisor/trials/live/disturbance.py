@@ -21,7 +21,7 @@ from advisor.profiling.machine import nvml
 # Earlier blocks of an arm that a block is held against; before there are so many none is disturbed by comparison.
 LEAST_BLOCKS = 4
 # SM clocks move in steps of 15 MHz (0.8 % at 1.98 GHz). Under the power cap they are not compared: half of the blocks of ResNets would be
-# dropped, whose times all lie within 0.3 to 3 % (docs/notes/proof.md).
+# dropped, whose times all lie within 0.3 to 3 % (docs/notes/proof.md#clocks-under-the-power-cap).
 CLOCK_FRAC = 0.05
 # Time our threads waited for a core, a share of the block's time, above what is usual here.
 WAIT_FRAC = 0.5

@@ -181,7 +181,7 @@ class Trial:
         if not self._proved:
             self._enter(spent.TRACE, "effect")
             # Processes died under the tracer beside captured graphs, and only there: what is on by then, and what has
-            # run, is shown by the live state (docs/notes/profiling.md).
+            # run, is shown by the live state (docs/notes/profiling.md#cuptis-teardown).
             if traced and not graphs.alive():
                 after = yield from traced_step(loop)
             self._effect = transform.effect(loop.training, loop.traced if after is not None else None, after)

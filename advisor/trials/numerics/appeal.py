@@ -33,7 +33,7 @@ LAYERED_MOST = 0.025
 # A few draws do not bound the next: that an activation lies at the edge is rare, and what hangs on it may be nearly anything. But
 # a point at an edge is rare, and a fault is not: it is as wrong at points close by. So a gradient that is refused all the same
 # is judged there too, with weights and inputs moved by this much: a thousand roundings, so that other activations lie at the
-# edge, and the step is else the same. More than half of these must pass (docs/notes/numerics.md).
+# edge, and the step is else the same. More than half of these must pass (docs/notes/numerics.md#gradients-at-an-edge).
 CLOSE_BY, CLOSE_SEEDS = 2.0**-12, (11, 12, 13, 14)
 # A change to half precision rounds what every layer puts out, and its gradient; moving weights and inputs once does not show
 # that where values are many times their spread, of which the next batch norm takes the mean away (a right bf16 step of a UNet
