@@ -55,10 +55,10 @@ def fill(view: View, table: MetricTable) -> None:
             "normalise",
             "normalise_us",
             "normalise_frac",
-            *WORK,
             *EPOCHS,
         ):
             table.miss(name, NO_LOADER)
+        _work(view, table)
     if stats.batch_dtype:
         table.set("input_fp32_bytes", stats.batch_bytes if stats.batch_dtype == "fp32" else 0)
     else:
@@ -124,6 +124,12 @@ def _normalising(view: View, table: MetricTable) -> None:
 def _work(view: View, table: MetricTable) -> None:
     """What one process of the loader does for a batch, and what of it a GPU could."""
     work = view.profile.input.work
+    if view.profile.input.loader:
+        table.miss("own_input_frac", "a DataLoader makes the batches")
+    elif work is None or not work.told or view.step_us <= 0:
+        table.miss("own_input_frac", "nothing that makes a batch was seen in the training's thread")
+    else:
+        table.set("own_input_frac", min(1.0, work.batch_us / view.step_us))
     if work is None or not work.told:
         for name in WORK:
             table.miss(

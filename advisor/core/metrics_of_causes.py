@@ -123,6 +123,9 @@ CAUSES: tuple[MetricSpec | Section, ...] = (
     ),
     text("loader_work", "what that process does in this time, by samples of its stack: decode 56 %, resize 36 %"),
     text("gpu_work", "of that, what a GPU can do for whole batches of 8-bit images, empty if nothing"),
+    number(
+        "own_input_frac", "frac", "share of the step in which the training thread makes its batch, without a DataLoader"
+    ),
     number("gpu_work_frac", "frac", "the share of that in the time of a batch"),
     Section("synchronisation", "the traced window: calls in which the host waits, with the line that made them"),
     number("syncs_per_step", "count", "host waits for the device per step", GPU),

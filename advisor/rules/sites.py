@@ -152,7 +152,7 @@ def _convs(wanted: Callable[[ConvFact], bool]) -> Callable[[StepProfile], list[P
 
 def _loader(profile: StepProfile) -> list[Place]:
     if not profile.input.loader:
-        return _idle("data")(profile)
+        return [*_idle("data")(profile), *_loader_work(profile)]
     where = profile.input.source or "unknown line"
     stats = profile.input
     whole = f"{where}: {stats.loader}, {stats.workers} workers ({time_text(stats.next_us)})"
@@ -173,8 +173,9 @@ def _gpu_work(profile: StepProfile) -> list[Place]:
 
 
 def _work_text(line: WorkLine, work: LoaderWork) -> str:
-    place = f"{line.source}: {line.what}" if line.source else line.what
-    return f"{place}, {line.kind} ({time_text(line.time_us)} of {time_text(work.batch_us)} a batch)"
+    what = line.kind if line.what.lower() == line.kind else f"{line.what}, {line.kind}"
+    place = f"{line.source}: {what}" if line.source else what
+    return f"{place} ({time_text(line.time_us)} of {time_text(work.batch_us)} a batch)"
 
 
 def _optimizers(profile: StepProfile) -> list[Place]:

@@ -122,7 +122,7 @@ def test_the_process_gets_the_graphs_and_ends_with_the_search(tmp_path, monkeypa
     assert ours.running
     process = ours._process
     assert any("graph-0.json" in word for word in process.args)
-    waiting = ours.wait(1.0)  # that time is over
+    waiting = ours.wait(until_unix_s=1.0)  # that time is over
     assert next(waiting, None) is None
     assert ours.running
     ours.end()

@@ -50,6 +50,7 @@ WARMUP_S, TIMED_S, TRACED_S = 20.0, 60.0, 30.0
 MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
 # Of this many times the wanted steps none need be clean before the search for clean ones is given up.
 PATIENCE = 4
+OWN_FROM = 2  # boundaries behind which a loop without a DataLoader is sampled: the first steps import and set up
 MAX_RESTARTS = 3  # of the traced window, when an epoch ends inside it
 MEMORY_READINGS = 6
 BLOCK_BYTES = 512  # the least that the caching allocator gives a tensor
@@ -135,6 +136,8 @@ class ProfileDriver:
         self._warm += 1
         if self._warm == 2:
             self._warm_since_ns = step.host_ns
+        if self._warm == OWN_FROM and self.loading is not None:
+            self.loading.look_for_own()
         if len(self._warm_boundaries) < KEPT_WARMUP:
             self._warm_boundaries.append(step)
         if self._warm == LOOK_STEPS and not self.handful:
@@ -163,7 +166,7 @@ class ProfileDriver:
     def _begin_timed(self, step: StepEvent) -> None:
         self.phase = "timed"
         if self.loading is not None:
-            self.loading.rest()
+            self.loading.rest(self._warm - OWN_FROM)
         if self.records:
             self._probe = MemoryProbe(self.training.device, self.watcher.patches)
             self._graphs = self._graphs_seen = compiled_graphs()

@@ -163,7 +163,7 @@ def input_stats(
     """
     found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
     if not found.loader:
-        return found
+        return replace(found, work=loading.work(None)) if loading is not None else found
     next_us, burst_us = _waits(waits_us)
     found = replace(
         found,

@@ -189,7 +189,7 @@ def test_what_a_worker_does_stands_on_the_loaders_card_by_line() -> None:
     sites = found["few-loader-workers"].sites
     assert sites[0].startswith("train.py:51: DataLoader")
     assert sites[1] == "data.py:30: imread, decode (24.0 ms of 40.0 ms a batch)"
-    assert found["augmented-by-workers"].sites == ("data.py:31: flip, flip (16.0 ms of 40.0 ms a batch)",)
+    assert found["augmented-by-workers"].sites == ("data.py:31: flip (16.0 ms of 40.0 ms a batch)",)
     assert "flip take 40 %" in found["augmented-by-workers"].message
 
 
@@ -198,3 +198,14 @@ def test_a_loader_that_decodes_and_one_that_hardly_anybody_has_sampled_have_noth
     few = starving((DECODES, FLIPS), samples=5)
     assert "augmented-by-workers" not in fired(few)
     assert "only 5 samples" in metrics(few)["loader_work"].reason
+
+
+def test_batches_that_the_training_thread_makes_by_itself_are_told_where_nothing_hides_them() -> None:
+    work = LoaderWork(worker=False, each_us=(4_000.0,), samples=50, kinds={"decode": 4_000.0}, lines=(DECODES,))
+    alone = {"loader": "", "workers": 0, "work": work}
+    found = fired(loading(profiles.laptop(), **alone))["starved-without-loader"]
+    assert "in 4.00 ms, 40 % of each step" in found.message
+    assert found.sites == ("data.py:30: imread, decode (24.0 ms of 4.00 ms a batch)",)
+    assert "starved-without-loader" not in fired(loading(profiles.laptop(), work=work))  # a DataLoader makes them
+    few = replace(work, samples=3)
+    assert "starved-without-loader" not in fired(loading(profiles.laptop(), **{**alone, "work": few}))

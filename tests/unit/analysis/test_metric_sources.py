@@ -73,7 +73,7 @@ def sources() -> set[str]:
     )
     known = {
         name
-        for profile in (*built, whole, sampled, teaching, cupy)
+        for profile in (*built, whole, sampled, teaching, cupy, replace(whole, input=replace(whole.input, loader="")))
         for name, metric in metrics(profile)
         if metric.value is not None
     }

@@ -131,8 +131,9 @@ def test_metrics_are_listed_with_unit_meaning_and_where_they_come_from(capsys, m
     assert all(f"\n{spec.section}: " in out for spec in SPECS)
     _, one, _ = call(capsys, "metrics", "IDLE_data")
     assert re.search(r"idle_data_frac +15 % +measured +needs a CUDA GPU +idle while", one)
-    assert "Asked by" in one
-    assert "starved-without-loader" in one
+    _, asked, _ = call(capsys, "metrics", "own_input_frac")
+    assert "Asked by" in asked
+    assert "starved-without-loader" in asked
     monkeypatch.setenv("COLUMNS", "80")
     _, narrow, _ = call(capsys, "metrics")
     assert max(map(len, narrow.splitlines())) <= 80

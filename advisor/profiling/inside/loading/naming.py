@@ -91,23 +91,30 @@ class Naming:
 
     def of(self, frame: FrameType | None) -> Work | None:
         """What `frame`, the innermost of a stack, is at work on; None outside of a DataLoader's fetch."""
-        frames: list[_Frame] = []
-        said = ""  # the call of the user's innermost line
-        for each in _outwards(frame):
-            code = each.f_code
-            file = _base(code.co_filename)
-            if file == _FETCH and code.co_name == "fetch":
-                return self._told(frames, said, collating=self._call(each) == "collate_fn")
-            whose, path = self._lines.whose(code.co_filename)
-            if whose == USER and not any(other.whose == USER for other in frames):
-                said = self._call(each)
-            name, is_class = _name(each)
-            frames.append(_Frame(whose, f"{path}:{each.f_lineno}", name, is_class, _by_file(file, code.co_name)))
+        frames: list[FrameType] = []
+        for each in outwards(frame):
+            if _base(each.f_code.co_filename) == _FETCH and each.f_code.co_name == "fetch":
+                return self._told(frames, collating=self._call(each) == "collate_fn")
+            frames.append(each)
         return None
 
-    def _told(self, frames: Sequence[_Frame], said: str, *, collating: bool) -> Work:
+    def anywhere(self, frame: FrameType | None) -> Work | None:
+        """The same of any stack; None where none of the user's code is in it, or nothing but its loop."""
+        frames = list(outwards(frame))
+        users = [at for at, each in enumerate(frames) if self.whose(each) == USER]
+        # From the innermost to the user's innermost function, and the classes around it whose calls they are.
+        return self._told(frames[: users[0] + 1]) if users else None
+
+    def whose(self, frame: FrameType) -> str:
+        """Whose code it is: as sources.py has it."""
+        return self._lines.whose(frame.f_code.co_filename)[0]
+
+    def _told(self, stack: Sequence[FrameType], *, collating: bool = False) -> Work:
         """Innermost first: reading and decoding are told wherever they come to pass; else the outermost name of a library's, or of a
         class of the script's, as a crop resizes and a blend adds; else the call in the user's line."""
+        frames = [self._frame(each) for each in stack]
+        # The call of the user's innermost line.
+        said = next((self._call(each) for each, known in zip(stack, frames, strict=True) if known.whose == USER), "")
         users = [frame for frame in frames if frame.whose == USER]
         others = [frame for frame in frames if frame.whose == LIBRARY]
         source = (users[0] if users else others[-1] if others else frames[-1]).path if frames else ""
@@ -132,6 +139,14 @@ class Naming:
         inner = users[0].name if users else ""
         return Work(_by_name(inner) or OTHER, source, said or inner)
 
+    def _frame(self, frame: FrameType) -> _Frame:
+        code = frame.f_code
+        whose, path = self._lines.whose(code.co_filename)
+        name, is_class = _name(frame)
+        return _Frame(
+            whose, f"{path}:{frame.f_lineno}", name, is_class, _by_file(_base(code.co_filename), code.co_name)
+        )
+
     def _call(self, frame: FrameType) -> str:
         """The function that the frame's line calls, as the source names it: `imread` of `cv2.imread(path)`; "" where it is no call."""
         key = frame.f_code, frame.f_lasti
@@ -143,11 +158,12 @@ class Naming:
 def handing_over(frame: FrameType | None) -> bool:
     """Whether the thread that feeds a worker's queue is at work, rather than waiting for a batch."""
     inner = frame.f_code.co_name if frame is not None else ""
-    frames = {(_base(each.f_code.co_filename), each.f_code.co_name) for each in _outwards(frame)}
+    frames = {(_base(each.f_code.co_filename), each.f_code.co_name) for each in outwards(frame)}
     return (_FEEDER, "_feed") in frames and inner not in ("wait", "_feed", "acquire", "__enter__")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """A stack's frames, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -21,6 +21,7 @@ from advisor.core.loading import LoaderWork
 from advisor.loop import ranks
 from advisor.loop.patches import Patches
 from advisor.profiling.inside.loading.inside import InFirstWorker
+from advisor.profiling.inside.loading.own import StepSampler
 from advisor.profiling.inside.loading.sampling import LoaderSampler
 
 FILE = "loader-{}.json"
@@ -35,6 +36,7 @@ class LoaderWatch:
         self._process = os.getpid()
         self._datasets: list[Any] = []  # in the order in which they were first iterated
         self._here: dict[int, LoaderSampler] = {}  # by place in `_datasets`, those without workers
+        self._own: StepSampler | None = None  # where no DataLoader makes the batches
         self._resting = False
 
     def attach(self, patches: Patches) -> None:
@@ -63,14 +65,25 @@ class LoaderWatch:
         patches.replace(_MultiProcessingDataLoaderIter, "__init__", with_workers)
         patches.replace(_SingleProcessDataLoaderIter, "__init__", in_thread)
 
-    def rest(self) -> None:
-        """No more samples in this process: steps are timed from now on."""
+    def look_for_own(self) -> None:
+        """Sample whole steps from now on, where no iterator of torch's was seen by now."""
+        if not self._datasets and self._own is None and not self._resting and ranks.group()[0] == 0:
+            self._own = StepSampler()
+            self._own.start()
+
+    def rest(self, steps: int = 0) -> None:
+        """No more samples in this process: steps are timed from now on. `steps`: made since `look_for_own`."""
         self._resting = True
+        if self._own is not None:
+            self._own.stop_after(steps)
         for sampler in self._here.values():
             sampler.stop()
 
     def work(self, dataset: Any) -> LoaderWork | None:
         """What is known of the loader over this data set; of the only one there is, where that is not known. None: nothing."""
+        if not self._datasets and self._own is not None:
+            found = self._own.work()
+            return found if found.told else None
         places = [place for place, known in enumerate(self._datasets) if known is dataset]
         if not places and len(self._datasets) == 1:
             places = [0]

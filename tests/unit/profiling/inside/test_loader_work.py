@@ -23,6 +23,7 @@ from advisor.core.loading import COLLATE, DECODE, FLIP, HAND_OVER, OTHER, READ, 
 from advisor.loop.patches import Patches
 from advisor.profiling.inside.loading import sampling
 from advisor.profiling.inside.loading.naming import Naming, Work
+from advisor.profiling.inside.loading.own import StepSampler
 from advisor.profiling.inside.loading.sampling import MOST_SAMPLES, LoaderSampler
 from advisor.profiling.inside.loading.watch import FILE, LoaderWatch
 
@@ -296,3 +297,63 @@ def test_the_record_is_read_back(tmp_path: Path) -> None:
     watch._datasets.append(data)
     assert watch.work(data) == work
     assert work.shares_text() == "decode 100 %"
+
+
+def own_batches(sampled: Callable[[], None]) -> Iterator[torch.Tensor]:
+    """A generator of a script's, in which no module is called."""
+    while True:
+        sampled()
+        yield torch.zeros(2, 4)
+
+
+def steps_in_a_generator(net: torch.nn.Module, sampled: Callable[[], None]) -> Iterator[float]:
+    """A training loop that is itself a generator."""
+    while True:
+        sampled()
+        yield float(net(torch.zeros(2, 4)).sum())
+
+
+class Samples(torch.nn.Module):
+    """A module in whose forward a sample is taken."""
+
+    def __init__(self, sampled: Callable[[], None]) -> None:
+        super().__init__()
+        self.sampled = sampled
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sampled()
+        return x
+
+
+def test_a_generators_own_work_is_the_input_and_a_training_loop_in_one_is_not() -> None:
+    sampler = StepSampler()
+
+    def sampled() -> None:
+        sampler.take({threading.get_ident(): sys._getframe(1)}, 0.01, 0.0)
+
+    batches = own_batches(sampled)
+    for _ in range(20):
+        next(batches)
+    net = Samples(sampled)
+    loop = steps_in_a_generator(net, sampled)
+    for _ in range(20):
+        next(loop)
+    net(torch.zeros(1))
+    sampled()  # the script's loop: no work of the input's
+    sampler.stop_after(10)
+    work = sampler.work()
+    assert work.samples == 20
+    assert work.told
+    assert work.batch_us == pytest.approx(20_000.0)  # 20 samples of 10 ms in 10 steps
+    assert work.lines[0].source.rpartition(":")[2] == str(own_batches.__code__.co_firstlineno + 3)
+
+
+def test_a_loop_without_a_dataloader_is_sampled_and_one_with_a_loader_is_not(watch: LoaderWatch) -> None:
+    next(iter(DataLoader(Jpegs(), batch_size=1)))
+    watch.look_for_own()
+    assert watch._own is None
+    other = LoaderWatch(Path())
+    other.look_for_own()
+    assert other._own is not None
+    other.rest(3)
+    assert other.work(None) is None  # nothing that makes a batch was seen
