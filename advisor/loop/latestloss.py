@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+# Losses are kept for many steps. A copy is a kernel more in the step, and not worth it for less.
+LARGE_BYTES = 1024
+
 
 class LatestLoss:
     """Detached, and never waited for."""
@@ -37,4 +40,9 @@ class LatestLoss:
     def take(self) -> torch.Tensor | None:
         """The loss, which the next step has not; None where there was none."""
         loss, self._loss = self._loss, None
-        return loss
+        return None if loss is None else _alone(loss)
+
+
+def _alone(loss: torch.Tensor) -> torch.Tensor:
+    """The loss without what lies behind its one number: `mse_loss` gives it in a storage as large as what it has compared."""
+    return loss.clone() if type(loss) is torch.Tensor and loss.untyped_storage().nbytes() > LARGE_BYTES else loss

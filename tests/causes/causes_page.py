@@ -35,7 +35,7 @@ import causes_catalogue
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "docs" / "causes"
 PAGE = ROOT / "docs" / "causes.md"
-TIMEOUT_S = 150
+TIMEOUT_S = 600
 CURED = "-cured"
 OF_THE_MACHINE = ("cores-taken-by-others",)
 WORTH_FRAC = 0.01  # apply's --min-gain
@@ -88,7 +88,7 @@ def measured(training: Training, folder: Path, environment: dict[str, str], pref
     if training.one_core and shutil.which("taskset"):
         prefix = ["taskset", "-c", str(max(os.sched_getaffinity(0)))]
     found = profiled(training, script, environment, prefix)
-    if training.by_turns:
+    if training.by_turns and "error" not in found:
         script = folder / f"{training.name}-by-turns.py"
         script.write_text(training.by_turns, encoding="utf-8")
         found["cost"] = cost(script, environment, prefix)
@@ -294,7 +294,7 @@ def _section(machine: str, made: dict[str, Any]) -> list[str]:
 
 
 def _inside(training: dict[str, Any]) -> bool:
-    predicted = (training["expected"] or {}).get("predicted")
+    predicted = (training.get("expected") or {}).get("predicted")
     return bool(predicted) and predicted[0] <= training["cost"][1] <= predicted[1]
 
 
