@@ -46,6 +46,11 @@ def settle_s(whole_s: float) -> float:
     return min(SETTLE_S, SETTLE_SHARE * whole_s)
 
 
+# Where the first comparison has taken longer than foreseen and does not hold, the search for the change to blame may overrun by this
+# share of the whole; a machine that has become busy made four times the time allowed of it.
+OVERRUN_SHARE = 0.5
+
+
 @dataclass(slots=True, kw_only=True)
 class Budget:
     """The time of one search. Instants are `time.time()`; `until` moves with the time that the user takes for an answer."""
@@ -65,6 +70,11 @@ class Budget:
             step_s=step.median / 1e6 if step is not None else None,
             settle_s=settle_s(whole_s) if profile is not None and profile.starved else 0.0,
         )
+
+    @property
+    def overrun(self) -> bool:
+        """No time is left, and none over it, to find out which of the kept changes does not hold."""
+        return time.time() > self.until + OVERRUN_SHARE * self.whole_s
 
     @property
     def trial_s(self) -> float:

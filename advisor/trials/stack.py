@@ -112,6 +112,10 @@ class StackTrial:
         if verdict.passed is None:
             return self._back_to(before, kept, verdict) or self._unproved(kept, verdict.detail, verdict)
         while verdict.passed is not True:
+            if self.budget.overrun and len(kept) > 1:
+                why = f"no time was left to find out which change is to blame: {verdict.detail}"
+                told = dataclasses.replace(verdict, passed=None, detail=why)
+                return self._back_to(before, kept, told) or self._unproved(kept, why, told)
             dropped = self._least_trusted(kept)
             kept = [item for item in kept if item not in dropped]
             hidden = proof.leaves_open(verdict, self.min_gain)

@@ -66,3 +66,10 @@ def test_every_module_opens_with_what_it_does() -> None:
     sources = sorted((REPO / "advisor").rglob("*.py"))
     assert sources
     assert [str(path) for path in sources if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))] == []
+
+
+def test_the_picture_names_what_is_there() -> None:
+    picture = TEXT[: TEXT.index("## Folders")]
+    named = re.findall(r"\b(?:profiling|trials)/[\w./]+", picture)
+    assert len(named) >= 4
+    assert [name for name in named if not (REPO / "advisor" / name).exists()] == []

@@ -729,6 +729,26 @@ def test_a_combination_that_loses_falls_back_to_its_best_part(script):
     assert log.stack.passed
 
 
+@pytest.mark.parametrize(("run_s", "status"), [(10.0, "reverted"), (200.0, "unconfirmed")])
+def test_a_comparison_that_has_taken_far_longer_than_foreseen_looks_for_nobody_to_blame(script, run_s, status):
+    """A busy machine: of 60 s allowed the first comparison took 400, and two more for each change were to come."""
+    measured = script.measure
+
+    def long(session):
+        script.clock.sleep(run_s)
+        return measured(session)
+
+    script.measure = long
+    script.verdicts = {"tf32": "kept", "channels_last": "kept"}
+    script.step_us |= {("tf32",): 1200.0, ("tf32", "channels_last"): 1100.0}
+    _, _, code, verdicts = apply(script, "tf32", "channels_last", max_time_s=400.0 if status == "reverted" else 60.0)
+    assert {v.status for v in verdicts.values()} == {status}
+    assert code == (0 if status == "reverted" else 4)
+    if status == "unconfirmed":
+        assert len([s for s in script.launches if s.mode == "measure"]) <= 4
+        assert "which change is to blame" in verdicts["tf32"].reason
+
+
 def test_nothing_is_kept_when_no_part_holds(script):
     script.verdicts = {"tf32": "kept", "channels_last": "kept"}
     script.step_us |= {("tf32",): 1200.0, ("tf32", "channels_last"): 1100.0}
