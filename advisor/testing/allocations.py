@@ -22,7 +22,7 @@ from torch._C._autograd import _disable_profiler, _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.profiling.inside.annotate import LINE, STEP, Annotator, step_marker
-from advisor.profiling.inside.collector import quiet_kineto
+from advisor.profiling.inside.kinetosession import quiet_kineto
 from advisor.testing.live import LiveStep
 from advisor.testing.quantities import Held
 

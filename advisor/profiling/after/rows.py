@@ -16,7 +16,7 @@ from advisor.core.environment import Environment
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance
 from advisor.core.trace import Trace
-from advisor.profiling.trace import kinds, shapes
+from advisor.profiling.trace import calls, kinds, shapes
 from advisor.profiling.trace.hosttree import HostTree
 
 _EXPANDED = re.compile(r"\b0\b")  # a stride of 0: one element in memory stands for many
@@ -156,11 +156,11 @@ def _unit(tree: HostTree, op: int) -> int:
     return -1 if tree.composite[owner] else owner
 
 
-def cost_of(trace: Trace, op: int) -> shapes.Cost:
+def cost_of(trace: Trace, op: int) -> calls.Cost:
     """Modelled cost of one operator call; nothing where no shapes were recorded."""
     ops = trace.ops
     if not ops.shapes or not ops.shapes[op]:
-        return shapes.Cost()
+        return calls.Cost()
     return shapes.cost(
         ops.name[op],
         ops.shapes[op],

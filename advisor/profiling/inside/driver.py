@@ -41,7 +41,8 @@ from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times, window
 from advisor.loop.training import StepEvent, Training
 from advisor.profiling.inside.behind import Behind
-from advisor.profiling.inside.facts import input_stats, model_facts
+from advisor.profiling.inside.facts import model_facts
+from advisor.profiling.inside.inputfacts import input_stats
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.memory import MemoryProbe
 
@@ -293,7 +294,7 @@ class ProfileDriver:
         """
         if self._collector is None or self.in_step:
             return
-        from advisor.profiling.inside.collector import DETAIL_LIMIT
+        from advisor.profiling.inside.rawevents import DETAIL_LIMIT
 
         a_step = self._collector.expected_events()
         fits = max(1, DETAIL_LIMIT // a_step - 1) if a_step else self._detail

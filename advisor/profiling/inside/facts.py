@@ -7,38 +7,24 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from advisor.core.profile import ConvFact, InputStats, LayoutBreak, ModelFacts, Site
+from advisor.core.profile import ConvFact, LayoutBreak, ModelFacts, Site
 from advisor.loop import layouts, ranks
 from advisor.loop.compiles import compiled_code_in_use, graph_breaks, is_compiled
 from advisor.loop.discover import Discovery
-from advisor.loop.observed import BatchSeen, IteratorSeen, Observations, subtracts_means
+from advisor.loop.observed import Observations, subtracts_means
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import Training
 from advisor.loop.values import inner
 from advisor.profiling.inside import settings, untrained
 from advisor.profiling.inside.annotate import module_names
-from advisor.profiling.inside.loading.watch import LoaderWatch
-from advisor.profiling.inside.normalising import CHANNELS, tails
-
-DTYPES = {
-    torch.float32: "fp32",
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float64: "fp64",
-    torch.uint8: "uint8",
-    torch.int8: "int8",
-    torch.int32: "int32",
-    torch.int64: "int64",
-    torch.bool: "bool",
-}
+from advisor.profiling.inside.dtypes import dtype_name
 
 # Variables that change how fast a training runs; shown when set.
 ENVIRONMENT = (
@@ -67,11 +53,6 @@ ENVIRONMENT = (
 )
 
 
-def dtype_name(dtype: torch.dtype | None) -> str:
-    """ "fp32", "bf16", …; torch's own name for others, "" for None."""
-    return "" if dtype is None else DTYPES.get(dtype, str(dtype).removeprefix("torch."))
-
-
 def model_facts(
     training: Training,
     discovery: Discovery | None = None,
@@ -95,22 +76,15 @@ def model_facts(
     convs = tuple(_convs(training, seen))
     backwards = (watcher.usual.backwards if watcher is not None else 0) or 1
     called_once = len(training.optimizers) <= 1 and not (watcher is not None and watcher.usual.closure_steps)
-    optimizers = sorted(training.optimizers, key=_values, reverse=True)
-    world = _world(training.device)
     return ModelFacts(
+        **_of_updates(training, seen),
+        **_of_processes(training.device, everything),
         roots=tuple(type(inner(module)).__name__ for module in modules),
         guides=tuple(guide.name for guide in training.guides),
         untrained=untrained.modules(training),
         parameters=sum(p.numel() for p in parameters),
         module_counts=dict(Counter(type(m).__name__ for m in everything)),
         convs=convs,
-        optimizers=tuple(type(o).__name__ for o in optimizers),
-        optimizer_foreach=_option(optimizers, "foreach"),
-        optimizer_fused=bool(_option(optimizers, "fused")),
-        optimizer_own=any(not _of_torch(type(optimizer).step) for optimizer in optimizers[:1]),
-        zero_grad_to_none=seen.zero_grad_to_none is not False,
-        autocast=dtype_name(seen.autocast),
-        grad_scaler=any(scaler.is_enabled() for scaler in training.scalers),
         parameter_dtype=sizes.most_common(1)[0][0] if sizes else "fp32",
         channels_last=_mostly_channels_last(convs, everything),
         weights_channels_last=_weights_channels_last(everything),
@@ -120,12 +94,6 @@ def model_facts(
         accumulation=backwards if called_once and _batches_drawn(watcher) != 1 else 1,
         backwards=backwards,
         grad_clipping=seen.clipping,
-        data_parallel=any(isinstance(m, nn.DataParallel) for m in everything),
-        data_parallel_us=_data_parallel_us(everything),
-        distributed=_distributed(everything),
-        world_size=world[0],
-        backend=world[1],
-        sync_batchnorm=sum(isinstance(m, nn.SyncBatchNorm) for m in everything),
         compiled=any(map(is_compiled, everything))
         # A function of the script's that was compiled whole calls no module that anybody sees.
         or (not modules and compiled_code_in_use()),
@@ -145,116 +113,29 @@ def model_facts(
     )
 
 
-def input_stats(
-    training: Training,
-    discovery: Discovery | None = None,
-    waits_us: Sequence[float] = (),
-    late_us: Sequence[float] = (),
-    iterators_per_step: float = 0.0,
-    loading: LoaderWatch | None = None,
-) -> InputStats:
-    """The first training loader's settings and what its batches are.
-
-    Args:
-        waits_us: time in its `next()`, a value for each clean timed step.
-        late_us: of that, for batches that were not there yet.
-        iterators_per_step: iterators that the training has begun to draw from in the timed steps.
-        loading: what has looked at how batches are made.
-    """
-    found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
-    if not found.loader:
-        return replace(found, work=loading.work(None)) if loading is not None else found
-    next_us, burst_us = _waits(waits_us)
-    found = replace(
-        found,
-        next_us=next_us,
-        burst_us=burst_us,
-        late_us=min(next_us, _waits(late_us)[0]),
-        iterators_per_step=iterators_per_step,
-        next_error_us=_error(waits_us),
-        work=loading.work(training.loaders[0].dataset if training.loaders else None) if loading is not None else None,
-    )
-    if discovery is None:
-        return found
-    usual_us = statistics.median(waits_us) if waits_us and iterators_per_step < 0.5 else 0.0
-    cost = discovery.loaders.epochs.cost(usual_us)
-    return replace(
-        found,
-        epoch_make_us=cost.make_us,
-        epoch_first_us=cost.first_us,
-        epoch_batches=cost.batches,
-        loaders=cost.loaders,
-        iterators=cost.starts,
-        epochs_in_loop=cost.again,
-    )
+def _of_updates(training: Training, seen: Observations) -> dict[str, Any]:
+    optimizers = sorted(training.optimizers, key=_values, reverse=True)
+    return {
+        "optimizers": tuple(type(o).__name__ for o in optimizers),
+        "optimizer_foreach": _option(optimizers, "foreach"),
+        "optimizer_fused": bool(_option(optimizers, "fused")),
+        "optimizer_own": any(not _of_torch(type(optimizer).step) for optimizer in optimizers[:1]),
+        "zero_grad_to_none": seen.zero_grad_to_none is not False,
+        "autocast": dtype_name(seen.autocast),
+        "grad_scaler": any(scaler.is_enabled() for scaler in training.scalers),
+    }
 
 
-def _loader_of(training: Training, batch: BatchSeen) -> InputStats:
-    if not training.loaders:
-        if batch.iterator is None:
-            return InputStats(batch_size=training.batch_size)
-        return _of_iterator(batch, batch.iterator, training.batch_size)
-    loader = training.loaders[0]
-    normalise, normalise_us = _normalising(loader.dataset, batch)
-    return InputStats(
-        loader=type(loader).__name__,
-        workers=loader.num_workers,
-        batch_size=loader.batch_size or training.batch_size,
-        pin_memory=bool(loader.pin_memory),
-        persistent_workers=bool(loader.persistent_workers),
-        prefetch_factor=loader.prefetch_factor or 0,
-        batch_bytes=batch.nbytes,
-        batch_dtype=dtype_name(batch.dtype),
-        moved_unchanged=batch.moved_unchanged,
-        non_blocking=batch.non_blocking,
-        source=batch.source,
-        normalise=normalise,
-        normalise_us=normalise_us,
-    )
-
-
-def _waits(waits_us: Sequence[float]) -> tuple[float, float]:
-    """Their mean, and how far it is above their median. One wait longer than all others together is no pattern, and left out."""
-    if not waits_us:
-        return 0.0, 0.0
-    ordered = sorted(waits_us)
-    if len(ordered) > 2 and ordered[-1] > sum(ordered[:-1]):
-        ordered.pop()
-    mean = statistics.fmean(ordered)
-    return mean, mean - statistics.median(ordered)
-
-
-def _error(waits_us: Sequence[float]) -> float:
-    """Two standard errors of their mean; 0.0 where a single one does not tell."""
-    return 2 * statistics.stdev(waits_us) / len(waits_us) ** 0.5 if len(waits_us) > 1 else 0.0
-
-
-def _of_iterator(batch: BatchSeen, iterator: IteratorSeen, batch_size: int) -> InputStats:
-    """What is known of a loader of another class (fastai's) by the iterators of torch's that it goes through."""
-    return InputStats(
-        loader="of another class",
-        workers=iterator.workers,
-        batch_size=batch_size,
-        pin_memory=iterator.pin_memory,
-        persistent_workers=iterator.persistent_workers,
-        prefetch_factor=iterator.prefetch_factor,
-        batch_bytes=batch.nbytes,
-        batch_dtype=dtype_name(batch.dtype),
-        moved_unchanged=batch.moved_unchanged,
-        non_blocking=batch.non_blocking,
-        source=batch.source,
-    )
-
-
-def _normalising(dataset: Any, batch: BatchSeen) -> tuple[str, float]:
-    """Which transforms normalise the data set's images, and their time for a batch in microseconds; ("", 0) for none."""
-    found = tails(dataset)
-    if not found or len(batch.shape) != 4 or batch.shape[1] not in CHANNELS:
-        return "", 0.0
-    try:
-        return found[0].name, found[0].seconds(batch.shape[1:]) * batch.shape[0] * 1e6
-    except Exception:  # the script's own transforms, called once more than it does
-        return "", 0.0
+def _of_processes(device: torch.device, everything: list[nn.Module]) -> dict[str, Any]:
+    world, backend = _world(device)
+    return {
+        "data_parallel": any(isinstance(m, nn.DataParallel) for m in everything),
+        "data_parallel_us": _data_parallel_us(everything),
+        "distributed": _distributed(everything),
+        "world_size": world,
+        "backend": backend,
+        "sync_batchnorm": sum(isinstance(m, nn.SyncBatchNorm) for m in everything),
+    }
 
 
 def _convs(training: Training, seen: Observations) -> Iterator[ConvFact]:

@@ -16,7 +16,7 @@ import torch
 from torch._C._autograd import _profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 
-from advisor.profiling.inside import collector
+from advisor.profiling.inside import kinetosession, rawevents
 from advisor.profiling.trace.intervals import total, union
 
 SYNCHRONISE = "cudaDeviceSynchronize"
@@ -40,14 +40,14 @@ class KernelTime:
 
     def start(self) -> bool:
         """Whether anything is recorded from here on: not without a GPU, or beside a profiler of the script's own."""
-        if self._device.type != "cuda" or _profiler_enabled() or collector.script_profiles():
+        if self._device.type != "cuda" or _profiler_enabled() or kinetosession.script_profiles():
             self.why = "another profiler runs" if self._device.type == "cuda" else "no GPU"
             return False
         try:
             profile = autograd_profiler.profile(use_cpu=False, use_device="cuda", use_kineto=True)
             torch.cuda.synchronize(self._device)
-            collector.teardown(wanted=self._lasting)
-            with collector.quiet_kineto():
+            kinetosession.teardown(wanted=self._lasting)
+            with kinetosession.quiet_kineto():
                 profile._prepare_trace()
             profile._start_trace()
         except Exception as error:
@@ -72,7 +72,7 @@ class KernelTime:
             return ()
         torch.cuda.synchronize(self._device)
         ended_ns = time.time_ns()
-        events = collector.end_profiler(self._device.type).events()
+        events = kinetosession.end_profiler(self._device.type).events()
         index = self._device.index if self._device.index is not None else torch.cuda.current_device()
         spans, synchronised = _spans(events, index)
         # The trace's clock is the host's, or nearly: the last call that waited for the device has ended just now.
@@ -94,7 +94,7 @@ def _spans(events: Iterable[Any], index: int) -> tuple[list[tuple[int, int]], in
     """
     activity, spans, synchronised = None, [], 0
     for event in events:
-        activity = activity or collector.activity_of(type(event))
+        activity = activity or rawevents.activity_of(type(event))
         kind = activity(event)
         if kind == "kernel" and event.device_index() == index and event.end_ns() > event.start_ns() > 0:
             spans.append((event.start_ns(), event.end_ns()))

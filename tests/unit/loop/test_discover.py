@@ -27,7 +27,7 @@ from advisor.loop.session import Session
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import StepEvent, Training
 from advisor.loop.values import inner
-from advisor.profiling.inside import facts
+from advisor.profiling.inside import facts, inputfacts
 from advisor.transforms.images import NormalisedImages, Table
 
 Found = tuple[Training, StepWatcher, Discovery]
@@ -257,7 +257,7 @@ def test_the_input_pipeline_is_told(found: Found) -> None:
     for x, _ in loader:
         model(x).sum().backward()
         optimizer.step()
-    told = facts.input_stats(training, discovery, [12.0])
+    told = inputfacts.input_stats(training, discovery, [12.0])
     assert (told.loader, told.batch_size, told.workers, told.next_us) == ("DataLoader", 6, 0, 12.0)
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4 + 6 * 4, "fp32")
     assert "test_discover.py:" in told.source
@@ -313,7 +313,7 @@ def test_batches_that_are_there_are_told_from_those_to_wait_for() -> None:
 def test_waits_for_batches_are_told_by_their_mean_and_bursts(
     waits: list[float], mean: float, above_the_median: float
 ) -> None:
-    assert facts._waits(waits) == (mean, above_the_median)
+    assert inputfacts._waits(waits) == (mean, above_the_median)
 
 
 def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
@@ -323,7 +323,7 @@ def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:
     for x in LibrarysLoader([torch.randn(6, 3)] * 5):
         model(x).sum().backward()
         optimizer.step()
-    told = facts.input_stats(training, discovery, [12.0])
+    told = inputfacts.input_stats(training, discovery, [12.0])
     assert training.loaders == []
     assert (told.loader, told.next_us, told.workers, told.batch_size) == ("of another class", 12.0, 0, 6)
     assert (told.batch_bytes, told.batch_dtype) == (6 * 3 * 4, "fp32")
@@ -356,7 +356,7 @@ def test_the_next_models_batches_are_looked_at_too(found: Found) -> None:
         for (x,) in DataLoader(TensorDataset(torch.randn(48, 3)), batch_size=rows):
             model(x).sum().backward()
             optimizer.step()
-        told.append(facts.input_stats(training, discovery).batch_bytes)
+        told.append(inputfacts.input_stats(training, discovery).batch_bytes)
     assert told == [6 * 3 * 4, 3 * 3 * 4]
 
 
@@ -385,11 +385,11 @@ def test_images_that_workers_normalise_are_told_with_their_time(found: Found) ->
     for x, _ in DataLoader(dataset, batch_size=6):
         model(x).sum().backward()
         optimizer.step()
-    told = facts.input_stats(training, discovery)
+    told = inputfacts.input_stats(training, discovery)
     assert told.normalise == "ToTensor + Normalize"
     assert told.normalise_us > 0
     dataset.transform.transforms.pop(1)  # what remains cannot run: no fault of ours
-    assert facts.input_stats(training, discovery).normalise == ""
+    assert inputfacts.input_stats(training, discovery).normalise == ""
 
 
 def test_images_kept_as_bytes_are_told_as_bytes_and_stay_so(found: Found) -> None:

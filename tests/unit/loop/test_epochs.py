@@ -16,7 +16,7 @@ from advisor.loop import stop
 from advisor.loop.attach import Attached, attach_training
 from advisor.loop.epochs import EpochCost, Epochs
 from advisor.loop.session import Session
-from advisor.profiling.inside.facts import input_stats
+from advisor.profiling.inside.inputfacts import input_stats
 
 MS = 1_000_000
 

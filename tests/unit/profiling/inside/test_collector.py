@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._C._autograd import DeviceType
 
 from advisor.core.environment import Environment
 from advisor.core.profile import KernelRow
@@ -24,9 +25,10 @@ from advisor.core.trace import DramSamples, OpTable, Trace
 from advisor.loop.session import Session
 from advisor.loop.training import RootModule, Training
 from advisor.profiling.after.aggregate import Aggregate, aggregate
-from advisor.profiling.inside import collector, dramwindow
+from advisor.profiling.inside import collector, dramwindow, kinetosession, rawevents
 from advisor.profiling.inside.annotate import step_marker
-from advisor.profiling.inside.collector import TraceCollector, read_events
+from advisor.profiling.inside.collector import TraceCollector
+from advisor.profiling.inside.rawevents import read_events
 
 CPU = torch.device("cpu")
 
@@ -167,7 +169,7 @@ def test_module_style_has_module_paths() -> None:
 
 
 def test_older_versions_of_torch_give_the_same_trace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collector, "offers", lambda kind, name: False)
+    monkeypatch.setattr(rawevents, "offers", lambda kind, name: False)
     trace = traced(Functional(), "Functional")
     found = aggregate(trace, Environment())
     conv = next(r for r in found.kernels if r.op == "aten::convolution" and r.shapes)
@@ -212,6 +214,7 @@ def test_a_window_that_ends_inside_the_optimizers_step_has_its_phase() -> None:
 # writes the ends of these ranges into memory that it has given back. The lists are there for it to hit.
 WINDOWS = """
 import torch
+from torch._C._autograd import DeviceType
 from torch.autograd.profiler import record_function
 from advisor.profiling.inside.collector import TraceCollector
 from advisor.loop.session import Session
@@ -452,7 +455,7 @@ def test_activities_are_told_apart_without_activity_type() -> None:
         activity_type = None
 
         def device_type(self) -> Any:
-            cuda, cpu = collector.DeviceType.CUDA, collector.DeviceType.CPU
+            cuda, cpu = DeviceType.CUDA, DeviceType.CPU
             return cuda if self._fields["activity_type"] in ("kernel", "gpu_memcpy", "gpu_user_annotation") else cpu
 
         def is_user_annotation(self) -> bool:
@@ -554,27 +557,27 @@ def test_counters_that_are_refused_are_a_note_with_the_reason(monkeypatch: pytes
 def test_cupti_goes_down_after_a_trace_but_not_beside_graphs_or_counters(monkeypatch, wanted, alive, expected) -> None:
     monkeypatch.setenv("TEARDOWN_CUPTI", "")  # put back afterwards
     monkeypatch.delenv("TEARDOWN_CUPTI")
-    monkeypatch.setattr(collector.graphs, "alive", lambda: alive)
-    assert collector.choose_teardown("", wanted=wanted) == os.environ["TEARDOWN_CUPTI"] == expected
+    monkeypatch.setattr(kinetosession.graphs, "alive", lambda: alive)
+    assert kinetosession.choose_teardown("", wanted=wanted) == os.environ["TEARDOWN_CUPTI"] == expected
     # Each trace decides anew, as long as nobody else does.
-    monkeypatch.setattr(collector.graphs, "alive", lambda: True)
-    assert collector.choose_teardown(expected, wanted=True) == os.environ["TEARDOWN_CUPTI"] == "0"
+    monkeypatch.setattr(kinetosession.graphs, "alive", lambda: True)
+    assert kinetosession.choose_teardown(expected, wanted=True) == os.environ["TEARDOWN_CUPTI"] == "0"
     os.environ["TEARDOWN_CUPTI"] = "1"
-    assert collector.choose_teardown("0", wanted=True) == ""
+    assert kinetosession.choose_teardown("0", wanted=True) == ""
     assert os.environ["TEARDOWN_CUPTI"] == "1"
 
 
 def test_what_the_user_says_about_cupti_stays(monkeypatch) -> None:
     monkeypatch.setenv("TEARDOWN_CUPTI", "0")
-    monkeypatch.setattr(collector.graphs, "alive", lambda: False)
-    assert collector.choose_teardown("", wanted=True) == ""
+    monkeypatch.setattr(kinetosession.graphs, "alive", lambda: False)
+    assert kinetosession.choose_teardown("", wanted=True) == ""
     assert os.environ["TEARDOWN_CUPTI"] == "0"
 
 
 def test_cupti_stays_where_the_process_ends_after_the_trace(monkeypatch) -> None:
     """Taken down in the last moments of a process it keeps that from ending."""
     wanted: list[bool] = []
-    monkeypatch.setattr(collector, "choose_teardown", lambda ours, *, wanted: seen(wanted))
+    monkeypatch.setattr(kinetosession, "choose_teardown", lambda ours, *, wanted: seen(wanted))
     monkeypatch.setattr(collector, "_cuda_usable", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(collector.TraceCollector, "_open_counters", lambda *_: None)
@@ -599,14 +602,14 @@ def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
             return True
 
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(collector, "_threads", lambda: next(threads))
-    monkeypatch.setattr(collector, "TEARDOWN_LEAST_S", 0.0)
-    collector._see_cupti_down(7)
+    monkeypatch.setattr(kinetosession, "_threads", lambda: next(threads))
+    monkeypatch.setattr(kinetosession, "TEARDOWN_LEAST_S", 0.0)
+    kinetosession._see_cupti_down(7)
     assert len(queries) == 4
     # A thread of somebody else's that stays keeps nobody waiting for long.
-    monkeypatch.setattr(collector, "_threads", lambda: 8)
-    monkeypatch.setattr(collector, "TEARDOWN_MOST_S", 0.05)
-    collector._see_cupti_down(7)
+    monkeypatch.setattr(kinetosession, "_threads", lambda: 8)
+    monkeypatch.setattr(kinetosession, "TEARDOWN_MOST_S", 0.05)
+    kinetosession._see_cupti_down(7)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from advisor.profiling.inside import collector, kernel_time
+from advisor.profiling.inside import kernel_time, kinetosession, rawevents
 from advisor.profiling.inside.kernel_time import KernelTime, covered_us
 
 
@@ -44,10 +44,10 @@ def test_each_steps_kernels_are_told_and_those_of_other_devices_and_copies_are_n
     monkeypatch.setattr(kernel_time.time, "time_ns", lambda: next(clock))
     running = iter((False, True))
     monkeypatch.setattr(kernel_time, "_profiler_enabled", lambda: next(running))
-    monkeypatch.setattr(collector, "script_profiles", lambda: False)
-    monkeypatch.setattr(collector, "teardown", lambda wanted: None)
-    monkeypatch.setattr(collector, "activity_of", lambda kind: lambda found: found.activity)
-    monkeypatch.setattr(collector, "end_profiler", lambda device: SimpleNamespace(events=lambda: events))
+    monkeypatch.setattr(kinetosession, "script_profiles", lambda: False)
+    monkeypatch.setattr(kinetosession, "teardown", lambda wanted: None)
+    monkeypatch.setattr(rawevents, "activity_of", lambda kind: lambda found: found.activity)
+    monkeypatch.setattr(kinetosession, "end_profiler", lambda device: SimpleNamespace(events=lambda: events))
     profile = SimpleNamespace(_prepare_trace=lambda: None, _start_trace=lambda: None, entered=True)
     monkeypatch.setattr(kernel_time.autograd_profiler, "profile", lambda **_: profile)
     kernels = KernelTime(torch.device("cuda", 0), lasting=True)

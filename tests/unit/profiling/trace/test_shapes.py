@@ -7,17 +7,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from advisor.profiling.trace import shapes
+from advisor.profiling.trace import calls, costs, shapes
 
 F32, BF16 = "float", "c10::BFloat16"
 
 
-def cost(op: str, inputs: list[Any], dtypes: list[str], arguments: list[Any] | None = None) -> shapes.Cost:
+def cost(op: str, inputs: list[Any], dtypes: list[str], arguments: list[Any] | None = None) -> calls.Cost:
     text = json.dumps(arguments) if arguments is not None else ""
     return shapes.cost(f"aten::{op}", json.dumps(inputs), ",".join(dtypes), text)
 
 
-def conv_call(x: list[int], w: list[int], stride: int, padding: int, groups: int, transposed: bool) -> shapes.Cost:
+def conv_call(x: list[int], w: list[int], stride: int, padding: int, groups: int, transposed: bool) -> calls.Cost:
     two = [stride, stride]
     arguments = [None, None, None, two, [padding, padding], [1, 1], transposed, [0, 0], groups]
     return cost("convolution", [x, w, [], [], [], [], [], [], []], [F32, F32, "", *[""] * 6], arguments)
@@ -92,7 +92,7 @@ def test_pooling_counts_indices() -> None:
 def test_pool_ceil_mode_agrees_with_torch() -> None:
     x = torch.zeros(1, 1, 10, 10)
     y = F.max_pool2d(x, 3, 2, ceil_mode=True)
-    assert shapes.window_output([10, 10], [3, 3], [2, 2], [0, 0], [1, 1], ceil=True) == list(y.shape[2:])
+    assert costs.window_output([10, 10], [3, 3], [2, 2], [0, 0], [1, 1], ceil=True) == list(y.shape[2:])
 
 
 def test_reductions_copies_fills_and_casts() -> None:
@@ -134,8 +134,8 @@ def test_unknown_operators_are_labelled() -> None:
     found = cost("some_op", [[4, 4], [4]], [F32, F32])
     assert found.nbytes == 4 * (16 + 4 + 16)
     assert not found.exact
-    assert shapes.cost("aten::add", "", "") == shapes.Cost()
-    assert shapes.cost("aten::add", "not json", "float") == shapes.Cost()
+    assert shapes.cost("aten::add", "", "") == calls.Cost()
+    assert shapes.cost("aten::add", "not json", "float") == calls.Cost()
     assert shapes.cost("aten::convolution", "[[4]]", "float").nbytes == 32  # too few inputs for the model
 
 
