@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from advisor.analysis.rows import MATRIX, is_own, is_strict_fp32, launches
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import MATRIX, Geometry, View, is_own, is_strict_fp32, launches
+from advisor.analysis.view import Geometry, View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance

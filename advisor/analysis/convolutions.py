@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from advisor.analysis.conv import bias_row
-from advisor.analysis.view import HALF, View, is_own, is_strict_fp32, shapes_of
+from advisor.analysis.rows import HALF, is_own, is_strict_fp32, shapes_of
+from advisor.analysis.view import View
 from advisor.core import architectures, layers
 from advisor.core.environment import Environment
 from advisor.core.profile import ConvFact, KernelRow, StepProfile

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from advisor.analysis.view import HALF, MATRIX, View
+from advisor.analysis.rows import HALF, MATRIX
+from advisor.analysis.view import View
 from advisor.core import architectures
 from advisor.core.metrics import SPECS, MetricTable
 from advisor.core.provenance import Provenance

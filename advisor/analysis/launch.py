@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 
+from advisor.analysis.rows import launches
 from advisor.analysis.time import NO_ROWS, NO_STEP
-from advisor.analysis.view import View, launches
+from advisor.analysis.view import View
 from advisor.core import architectures
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow

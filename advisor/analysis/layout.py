@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from advisor.analysis import view as rows
+from advisor.analysis import rows
+from advisor.analysis.rows import launches
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import View, launches
+from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.metrics import MetricTable
 from advisor.core.provenance import Provenance

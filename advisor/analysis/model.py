@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from advisor.analysis import view as rows
+from advisor.analysis import rows
 from advisor.analysis.time import NO_ROWS, NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable

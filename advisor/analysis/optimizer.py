@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from advisor.analysis.rows import launches
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import View, launches
+from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from advisor.analysis.conv import FEW_CHANNELS
+from advisor.analysis.rows import HALF, MATRIX, SINGLE, shapes_of
 from advisor.analysis.time import NO_ROWS
-from advisor.analysis.view import HALF, MATRIX, SINGLE, View, shapes_of
+from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow
 from advisor.core.provenance import Provenance

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from advisor.analysis import view as rows
-from advisor.analysis.view import HALF, MATRIX, View, is_own
+from advisor.analysis import rows
+from advisor.analysis.rows import HALF, MATRIX, is_own
+from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.metrics import MetricTable
 from advisor.core.provenance import Provenance

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from advisor.analysis import view as rows
+from advisor.analysis import rows
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow, StepProfile

@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from advisor.bench import ops, results, timing
+from advisor.bench import op_rows, ops, results, timing
 from advisor.core.errors import AdvisorError, ExitCode, first_line
 from advisor.core.profile import Spread
 from advisor.ops import dispatch, nvrtc, verify
@@ -115,7 +115,7 @@ def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
     Raises:
         AdvisorError: without a GPU (exit code 5), or when `pattern` matches nothing.
     """
-    cases = ops.chosen(pattern)
+    cases = op_rows.chosen(pattern)
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no tuning here: {reason}", exit_code=ExitCode.GPU_REQUIRED)

@@ -10,7 +10,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.units import percent_text, rate_text, time_text
 from advisor.core.verdict import Blocks, TrialLog
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, numbers
 
 ROOFLINE_POINTS = 250
 ROOFLINE_FRAC = 0.0005  # of the step; shorter operators would only stretch the axes
@@ -250,7 +250,7 @@ def gain_axis(trials: TrialLog) -> GainAxis | None:
         return 1000 * (min(max(value, low), high) - low) / (high - low)
 
     count = round((high - low) / step)
-    ticks = tuple(Mark(at=x(low + i * step), text=wording.share(low + i * step)) for i in range(count + 1))
+    ticks = tuple(Mark(at=x(low + i * step), text=numbers.share(low + i * step)) for i in range(count + 1))
     bars = tuple(
         GainBar(
             predicted=(x(v.predicted.low), x(v.predicted.high)) if v.predicted is not None else None,
@@ -288,7 +288,7 @@ def block_plot(blocks: Blocks) -> BlockPlot | None:
         width=width,
         height=height,
         pairs=tuple((left + gap * (i + 0.5), y(off), y(on)) for i, (off, on) in enumerate(pairs)),
-        ticks=tuple(Mark(at=y(t), text=wording.duration(t)) for t in apart),
+        ticks=tuple(Mark(at=y(t), text=numbers.duration(t)) for t in apart),
     )
 
 

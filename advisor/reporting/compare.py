@@ -11,7 +11,7 @@ from advisor.core.profile import Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.student import block_logs, t_quantile
 from advisor.core.units import percent_text
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, numbers, wording
 from advisor.reporting.machine import cell
 
 CONFIDENCE = 0.95
@@ -302,5 +302,5 @@ def compare_markdown(comparison: Comparison) -> str:
     lines += ["", "| | A | B | change |", "|---|---:|---:|---:|"]
     for d in (*comparison.totals, *comparison.kinds):
         change = d.change_text if d.comparable else "not comparable"
-        lines.append(f"| {cell(d.label)} | {wording.value(d.a, d.unit)} | {wording.value(d.b, d.unit)} | {change} |")
+        lines.append(f"| {cell(d.label)} | {numbers.value(d.a, d.unit)} | {numbers.value(d.b, d.unit)} | {change} |")
     return "\n".join(lines) + "\n"

@@ -7,7 +7,7 @@ from collections import Counter
 from advisor.core import units
 from advisor.core.environment import Environment
 from advisor.core.profile import InputStats, MemoryStats, ProfilerCost, StepProfile
-from advisor.reporting import wording
+from advisor.reporting import numbers, wording
 
 Rows = list[tuple[str, str]]
 
@@ -106,7 +106,7 @@ def _machine(env: Environment, cuda: bool) -> Rows:
 def _cost(cost: ProfilerCost, cuda: bool) -> Rows:
     return [
         ("Traced steps", str(cost.traced_steps)),
-        ("Traced step", wording.duration(cost.traced_step_us) if cost.traced_step_us else ""),
+        ("Traced step", numbers.duration(cost.traced_step_us) if cost.traced_step_us else ""),
         ("Slower than untraced by", units.percent_text(cost.overhead_frac) if cost.overhead_frac > 0 else "nothing"),
         ("Launches with a device record", f"{100 * cost.coverage_frac:.1f} %" if cuda else ""),
         ("Events", f"{cost.events:,}"),

@@ -21,7 +21,7 @@ from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.timeline import Timeline
 from advisor.core.verdict import KEPT, TrialLog, Verdict
-from advisor.reporting import breakdown, charts, convolutions, course, layertable, machine, places, wording
+from advisor.reporting import breakdown, charts, convolutions, course, layertable, machine, numbers, places, wording
 from advisor.reporting import timeline as timeline_data
 from advisor.reporting.facts import facts
 
@@ -86,12 +86,12 @@ def _environment() -> jinja2.Environment:
         "count": lambda value: f"{value:,.0f}" if value == int(value) or value >= 100 else f"{value:.3g}",
         "flops": units.flops_text,
         "rate": units.rate_text,
-        "duration": wording.duration,
-        "gain": wording.gain,
-        "saves": wording.saves,
-        "factor": wording.factor,
-        "value": wording.value,
-        "unit": wording.unit,
+        "duration": numbers.duration,
+        "gain": numbers.gain,
+        "saves": numbers.saves,
+        "factor": numbers.factor,
+        "value": numbers.value,
+        "unit": numbers.unit,
         "counted": units.counted,
         "tracing": wording.tracing,
         "sentence": wording.sentence,
@@ -100,7 +100,7 @@ def _environment() -> jinja2.Environment:
         "meaning": _meaning,
         "numbers": lambda evidence: [e for e in evidence if not isinstance(e.value, bool)],
         "px": lambda value: f"{value:.1f}",
-        "name": wording.kernel_name,
+        "name": numbers.kernel_name,
         "ticks": code_spans,
         "cut": lambda text: text if len(text) <= MAX_NAME else text[:MAX_NAME] + "…",
     }
@@ -225,18 +225,18 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
         note = ""
         if stack.speedup_low is not None and stack.speedup_high is not None:
             note = f"{stack.speedup_low:.2f} to {stack.speedup_high:.2f}"
-        tiles.append(("Speed-up", wording.factor(stack.speedup), note))
+        tiles.append(("Speed-up", numbers.factor(stack.speedup), note))
     if stack is not None and stack.passed and stack.samples_per_s_plain and stack.samples_per_s_stack:
         note = f"samples/s, {units.samples_text(stack.samples_per_s_plain)} plain"
         tiles.append(("Rate with the plan", units.samples_text(stack.samples_per_s_stack), note))
     plain = " as written" if trials is not None else ""
     if profile.step_us is not None:
         tiles.append(
-            (f"Step{plain}", wording.duration(profile.step_us.median), units.unbroken(wording.step_spread(profile)))
+            (f"Step{plain}", numbers.duration(profile.step_us.median), units.unbroken(wording.step_spread(profile)))
         )
     frac = breakdown.limit_frac(profile)
     if frac is not None:
-        tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {wording.duration(profile.limit_us)}"))
+        tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {numbers.duration(profile.limit_us)}"))
     if (rate := breakdown.samples_per_s(profile)) is not None and stack is None:
         tiles.append(("Rate", units.samples_text(rate), wording.rate_unit(profile)))
     nbytes, provenance = breakdown.dram_bytes(profile)

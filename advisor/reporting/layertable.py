@@ -11,7 +11,7 @@ from advisor.core import layers
 from advisor.core.held import ACTIVATION, MemoryLook
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.units import shape_text
-from advisor.reporting import wording
+from advisor.reporting import numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,7 @@ def layer_table(profile: StepProfile) -> dict[str, Layer]:
     for module, rows in own.items():
         first = max(rows, key=lambda r: (r.phase == "forward", r.time_us, r.name))
         same = [row for row in rows if row.kind == first.kind]
-        runs = algorithms.get(module) or [wording.kernel_name(first.name).removeprefix("aten::")]
+        runs = algorithms.get(module) or [numbers.kernel_name(first.name).removeprefix("aten::")]
         known = [algorithm for algorithm in runs if algorithm != "other"]
         found[module] = Layer(
             kind=first.kind,

@@ -9,7 +9,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.storage import to_plain
 from advisor.core.units import bytes_text, counted, percent_text, samples_text, time_text
 from advisor.core.verdict import TrialLog
-from advisor.reporting import breakdown, places, wording
+from advisor.reporting import breakdown, numbers, places, wording
 
 # Raised when a key is removed or changes its meaning; new keys may come at any time.
 REPORT_SCHEMA_VERSION = 1
@@ -128,7 +128,7 @@ def _findings(findings: Findings) -> list[str]:
         name = f"{cell(f.title)} ({cell(f.rule)})"
         if t.reasons:
             name += "; also: " + "; ".join(cell(reason.title) for reason in t.reasons)
-        gain = wording.gain(t.card.predicted)
+        gain = numbers.gain(t.card.predicted)
         lines.append(f"| {t.card.rank} | {name} | {gain} | {wording.SEMANTICS[f.semantics]} | {cell(where)} |")
     if len(told) > MARKDOWN_CARDS:
         lines += ["", f"{len(told) - MARKDOWN_CARDS} more in findings.json."]
@@ -148,7 +148,7 @@ def _trials(trials: TrialLog) -> list[str]:
         lines += [*(f"- {cell(wording.round_headline(trials, number))}" for number in rounds), ""]
     lines += ["| round | change | predicted | measured | verdict | reason |", "|---:|---|---:|---:|---|---|"]
     for v in trials.verdicts:
-        gains = f"{wording.gain(v.predicted)} | {wording.gain(v.gain)}"
+        gains = f"{numbers.gain(v.predicted)} | {numbers.gain(v.gain)}"
         lines.append(
             f"| {v.round} | {cell(v.title or v.transform)} | {gains} | {cell(v.status)} | {cell(wording.reason(v))} |"
         )

@@ -11,7 +11,7 @@ from typing import Any
 
 from advisor.core.findings import Findings
 from advisor.core.timeline import CALLS, HOST, Event, Row, Timeline
-from advisor.reporting import wording
+from advisor.reporting import numbers, wording
 
 # Processes of the trace, in the order in which they are shown.
 ADVICE, DEVICE, HOST_PROCESS = 1, 2, 3
@@ -35,7 +35,7 @@ def trace_events(timeline: Timeline, findings: Findings | None) -> dict[str, Any
         arguments = {
             "rule": finding.rule,
             "says": finding.message,
-            "predicted": wording.gain(t.card.predicted),
+            "predicted": numbers.gain(t.card.predicted),
             "where": list(finding.sites[:20]),
             "evidence": {e.metric: e.value for e in finding.evidence},
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor.core.findings import Finding, Findings, Outcome
-from advisor.reporting import wording
+from advisor.reporting import numbers
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 _PLACE = re.compile(r"^(?P<file>[^\s:]+\.py):(?P<line>\d+)")
@@ -52,7 +52,7 @@ def _level(finding: Finding) -> str:
 def _results(finding: Finding, root: Path) -> list[dict[str, Any]]:
     """One for each file and line that the finding names."""
     places = dict.fromkeys((found["file"], int(found["line"])) for s in finding.sites if (found := _PLACE.match(s)))
-    gain = f" It could save {wording.gain(finding.gain)} of the step." if finding.gain is not None else ""
+    gain = f" It could save {numbers.gain(finding.gain)} of the step." if finding.gain is not None else ""
     return [
         {
             "ruleId": finding.rule,

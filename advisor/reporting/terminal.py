@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text
-from advisor.reporting import breakdown, wording
+from advisor.reporting import breakdown, numbers, wording
 from advisor.reporting.compare import Comparison, Delta
 from advisor.reporting.page import MIN_WIDTH, Page, bar, clip, clip_path, printable
 
@@ -58,7 +58,7 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
     if profile.step_us is None:
         return [*lines, page.paint("  No step could be timed.", "yellow")]
     s = profile.step_us
-    median, spread = wording.duration(s.median), wording.spread(s)
+    median, spread = numbers.duration(s.median), numbers.spread(s)
     lines.append(f"  Step   {page.paint(median, 'bold')}   {spread}")
     if rate := breakdown.samples_per_s(profile):
         told = f"{samples_text(rate)} {wording.rate_unit(profile)}"
@@ -76,7 +76,7 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"
         lines.append(
-            f"  Limit  {wording.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
+            f"  Limit  {numbers.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
         )
     else:
         lines.append(f"  Limit  –   {wording.limit_sentence(profile)}")
@@ -98,7 +98,7 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
     if not causes:
         return []
     step = breakdown.division(profile)
-    note = f"shares of {'the' if step.untraced else 'a traced'} step, {wording.duration(step.total_us)}"
+    note = f"shares of {'the' if step.untraced else 'a traced'} step, {numbers.duration(step.total_us)}"
     label_width = min(max(len(c.label) for c in causes), 30)
     fixed = label_width + 20  # margins, time and share
     with_limit = page.width >= fixed + 17 + 8
@@ -145,7 +145,7 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
     if not told:
         lines.append("  No rule fired.")
     elif not helpful:
-        lines += page.wrap(f"No change is known that would save {wording.share(wording.LEAST_GAIN)} of the step.", 2)
+        lines += page.wrap(f"No change is known that would save {numbers.share(wording.LEAST_GAIN)} of the step.", 2)
     shown = told if explain else helpful[:TOP_CARDS]
     for card in shown:
         lines += _card(page, card, explain)
@@ -170,7 +170,7 @@ def _card(page: Page, told: wording.Told, explain: bool) -> list[str]:
 def _finding(page: Page, finding: Finding, lead: str, explain: bool) -> list[str]:
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
     about = [
-        f"predicted to save {wording.saves(finding.gain)}" if finding.gain else "",
+        f"predicted to save {numbers.saves(finding.gain)}" if finding.gain else "",
         wording.SEMANTICS[finding.semantics] if finding.transform or finding.gain else "",
     ]
     about.append(f"apply:\N{NO-BREAK SPACE}{finding.transform}" if finding.transform else "for you to decide")
@@ -208,7 +208,7 @@ def _unfired(page: Page, findings: Findings) -> list[str]:
 def evidence_text(evidence: Evidence) -> str:
     """`fp32_conv_frac = 53 % (condition: > 0.2; measured)`."""
     condition = f"condition: {evidence.threshold}; " if evidence.threshold else ""
-    return f"{evidence.metric} = {wording.value(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
+    return f"{evidence.metric} = {numbers.value(evidence.value, evidence.unit)} ({condition}{evidence.provenance})"
 
 
 def _notes(page: Page, profile: StepProfile) -> list[str]:
@@ -245,7 +245,7 @@ def question_text(recommendation: Recommendation, width: int = 100) -> str:
 
 
 def _recommendation(page: Page, r: Recommendation, mark: str, indent: int) -> list[str]:
-    about = [f"predicted to save {wording.saves(r.predicted)}" if r.predicted else "", wording.SEMANTICS[r.semantics]]
+    about = [f"predicted to save {numbers.saves(r.predicted)}" if r.predicted else "", wording.SEMANTICS[r.semantics]]
     return [
         *page.wrap(f"{mark}{r.title or r.transform}  [{r.transform}]", indent, "bold", first=2 if mark else 0),
         *page.wrap(" · ".join(a for a in about if a), indent, "green"),
@@ -307,7 +307,7 @@ def _deltas(page: Page, deltas: Sequence[Delta]) -> list[str]:
         change = f"{d.change_text if d.comparable else 'not comparable':>14}"
         if d.comparable and d.ratio is not None and abs(d.ratio - 1) >= 0.02:
             change = page.paint(change, "red" if (d.ratio > 1) != d.more_is_better else "green")
-        values = f"{wording.value(d.a, d.unit):>11}  {wording.value(d.b, d.unit):>11}"
+        values = f"{numbers.value(d.a, d.unit):>11}  {numbers.value(d.b, d.unit):>11}"
         lines.append(f"  {clip(d.label, label_width):<{label_width}}  {values}  {change}")
     return lines
 

@@ -6,7 +6,7 @@ import statistics
 
 from advisor.core.units import counted, samples_text, time_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
-from advisor.reporting import places, wording
+from advisor.reporting import numbers, places, wording
 from advisor.reporting.page import MIN_WIDTH, Page, clip, clip_path, printable
 
 _STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE: "cyan", UNCONFIRMED: "cyan"}
@@ -44,8 +44,8 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):
         lines += page.wrap(wording.round_headline(log, 1), 2, "bold")
-    predicted = {id(v): wording.gain(v.predicted) for v in log.verdicts}
-    measured = {id(v): wording.gain(v.gain) for v in log.verdicts}
+    predicted = {id(v): numbers.gain(v.predicted) for v in log.verdicts}
+    measured = {id(v): numbers.gain(v.gain) for v in log.verdicts}
     wide, wider = max(map(len, ("predicted", *predicted.values()))), max(map(len, ("measured", *measured.values())))
     name_width = min(max(map(len, names.values())), max(16, page.width - 22 - wide - wider))
     head = f"  {'change':<{name_width}}  {'predicted':>{wide}}  {'measured':>{wider}}  verdict"
@@ -103,10 +103,10 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
         plain, both = (statistics.geometric_mean(t) for t in (stack.plain_us, stack.stack_us))
         runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
         lines.append(
-            f"  Step     {wording.duration(plain)} plain, {wording.duration(both)} with the plan  {page.paint(runs, 'dim')}"
+            f"  Step     {numbers.duration(plain)} plain, {numbers.duration(both)} with the plan  {page.paint(runs, 'dim')}"
         )
     if stack.speedup is not None:
-        text = f"{wording.factor(stack.speedup)}"
+        text = f"{numbers.factor(stack.speedup)}"
         if stack.speedup_low is not None and stack.speedup_high is not None:
             text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
         lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")

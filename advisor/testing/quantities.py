@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from advisor.analysis import sync
-from advisor.analysis.view import HALF, MATRIX
+from advisor.analysis.rows import HALF, MATRIX
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import KernelRow, Site, StepProfile
 from advisor.core.provenance import Provenance

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
-from advisor.analysis.view import (
-    View,
-    launches,
-)
+from advisor.analysis.rows import launches
+from advisor.analysis.view import View
 from advisor.analysis.whatif import GRAPH_NODE_US, OP_LOW_US, Change, Saving, Step
 from advisor.core import roofline
 from advisor.core.profile import KernelRow

@@ -9,9 +9,7 @@ from advisor.analysis.memory import BYTES
 from advisor.analysis.predictions.basis import (
     nothing,
 )
-from advisor.analysis.view import (
-    View,
-)
+from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.profile import InputStats
 from advisor.core.units import bytes_text, time_text

@@ -17,12 +17,8 @@ from advisor.analysis.predictions.basis import (
     own_dtype,
     share,
 )
-from advisor.analysis.view import (
-    View,
-    is_batchnorm,
-    is_groupnorm,
-    shapes_of,
-)
+from advisor.analysis.rows import is_batchnorm, is_groupnorm, shapes_of
+from advisor.analysis.view import View
 from advisor.analysis.whatif import OP_HIGH_US, Change, Saving, Step
 from advisor.core.profile import KernelRow
 from advisor.core.units import percent_text

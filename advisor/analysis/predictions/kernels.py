@@ -16,10 +16,8 @@ from advisor.analysis.predictions.basis import (
     share,
     trained,
 )
-from advisor.analysis.view import (
+from advisor.analysis.rows import (
     SINGLE,
-    Geometry,
-    View,
     is_batchnorm,
     is_groupnorm,
     is_layernorm,
@@ -30,6 +28,7 @@ from advisor.analysis.view import (
     is_volume_pooling,
     parent,
 )
+from advisor.analysis.view import Geometry, View
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.profile import KernelRow
 from advisor.core.units import bytes_text, percent_text

@@ -17,11 +17,9 @@ from advisor.analysis.predictions.basis import (
     share,
     trained,
 )
+from advisor.analysis.rows import launches
 from advisor.analysis.sync import is_scalar_read
-from advisor.analysis.view import (
-    View,
-    launches,
-)
+from advisor.analysis.view import View
 from advisor.analysis.whatif import GRAPH_NODE_US, GRAPH_NODE_WORST_US, OP_LOW_US, Change, Saving, Step
 from advisor.core.units import bytes_text, counted, percent_text, time_text
 

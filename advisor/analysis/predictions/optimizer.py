@@ -13,10 +13,8 @@ from advisor.analysis.predictions.basis import (
     nothing,
     share,
 )
-from advisor.analysis.view import (
-    View,
-    launches,
-)
+from advisor.analysis.rows import launches
+from advisor.analysis.view import View
 from advisor.analysis.whatif import OP_LOW_US, Change, Saving, Step
 from advisor.core.units import percent_text, time_text
 

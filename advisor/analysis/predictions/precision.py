@@ -22,13 +22,8 @@ from advisor.analysis.predictions.basis import (
     trained,
     without_tensor_cores,
 )
-from advisor.analysis.view import (
-    HALF,
-    MATRIX,
-    SINGLE,
-    View,
-    is_strict_fp32,
-)
+from advisor.analysis.rows import HALF, MATRIX, SINGLE, is_strict_fp32
+from advisor.analysis.view import View
 from advisor.analysis.whatif import OP_HIGH_US, Change, Saving, Step
 from advisor.core.profile import KernelRow
 

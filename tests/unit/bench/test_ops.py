@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from advisor.bench import goals, ops, timing, units
+from advisor.bench import goals, op_rows, ops, timing, units
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, nvrtc
@@ -22,9 +22,9 @@ from advisor.profiling.machine.cupti import CountersUnavailable
 BN = catalog.get("batchnorm_act")
 
 
-def rows_of(case: Case, ms: float = 1.0) -> list[ops.OpRow]:
+def rows_of(case: Case, ms: float = 1.0) -> list[op_rows.OpRow]:
     return [
-        ops.OpRow(
+        op_rows.OpRow(
             name=case.name, pass_=kind, shape=case.shape, dtype=case.dtype, layout=case.layout, advisor_ms=ms, eager_ms=2.0,
             compile_ms=None, limit_ms=0.5, spread=0.0, eager_spread=0.0, n=9, advisor_host_us=1.0, eager_host_us=1.0,
             error=0.0, baseline_error=0.0, kernel_sha=kernel_sha(work), torch="2", date="2026-01-02",
@@ -67,13 +67,13 @@ def bench(
 
 
 def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
-    assert {case.dtype for _, case in ops.chosen("batchnorm_act bn+hardswish float32")} == {"float32"}
-    assert len(ops.chosen("batchnorm_act")) == len(BN.benchmark)
-    assert [case.shape for _, case in ops.chosen("batchnorm_act bn+add+relu bfloat16 256x72x56x56")] == [
+    assert {case.dtype for _, case in op_rows.chosen("batchnorm_act bn+hardswish float32")} == {"float32"}
+    assert len(op_rows.chosen("batchnorm_act")) == len(BN.benchmark)
+    assert [case.shape for _, case in op_rows.chosen("batchnorm_act bn+add+relu bfloat16 256x72x56x56")] == [
         (256, 72, 56, 56)
     ]
     with pytest.raises(AdvisorError, match="nothing is named like 'bn\\+tanh'"):
-        ops.chosen("bn+tanh")
+        op_rows.chosen("bn+tanh")
 
 
 def test_without_a_gpu_it_says_so() -> None:
@@ -94,7 +94,7 @@ def test_without_a_gpu_it_says_so() -> None:
 def test_rows_are_written_and_others_of_the_file_stay(bench) -> None:
     code, rows = bench(lambda _, case, *__, **___: rows_of(case))
     assert code == ExitCode.OK
-    assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+hardswish float32"))
+    assert len(rows) == 2 * len(op_rows.chosen("batchnorm_act bn+hardswish float32"))
     code, more = bench(
         lambda _, case, *__, **___: rows_of(case, ms=3.0), "batchnorm_act bn+hardswish float16 256x64x112x112"
     )
@@ -113,40 +113,43 @@ def on_file(cases: Sequence[tuple[Family, Case]]) -> list[dict[str, Any]]:
         {**dict(zip(("name", "pass", "shape", "dtype"), row, strict=True)), "compile_ms": None}
         | {"kernel_sha": kernel_sha(work)}
         for _, case in cases
-        for row, work in zip(ops.keys(case), case.passes.values(), strict=True)
+        for row, work in zip(op_rows.keys(case), case.passes.values(), strict=True)
     ]
 
 
 def test_a_case_and_the_same_apart_are_measured_in_one_run() -> None:
-    cases = ops.chosen("pointwise apart")
-    partners = [(kind, case) for kind, case in ops.chosen("pointwise") if not case.name.endswith(ops.APART)]
+    cases = op_rows.chosen("pointwise apart")
+    partners = [(kind, case) for kind, case in op_rows.chosen("pointwise") if not case.name.endswith(op_rows.APART)]
     rows = on_file([*cases, *partners])
-    assert ops.outdated([*cases, *partners], rows) == []
-    changed = cases[0][1].name.removesuffix(ops.APART)
+    assert op_rows.outdated([*cases, *partners], rows) == []
+    changed = cases[0][1].name.removesuffix(op_rows.APART)
     without = [row for row in rows if (row["name"], row["shape"]) != (changed, cases[0][1].shape)]
-    assert {case.name for _, case in ops.outdated([*cases, *partners], without)} == {changed, changed + ops.APART}
+    assert {case.name for _, case in op_rows.outdated([*cases, *partners], without)} == {
+        changed,
+        changed + op_rows.APART,
+    }
 
 
 def test_a_row_without_a_baseline_that_is_asked_for_is_measured_again() -> None:
-    cases = ops.chosen("grouped")
+    cases = op_rows.chosen("grouped")
     bf16 = {case.name for _, case in cases if case.dtype == "bfloat16"}
     rows = on_file(cases)
-    assert ops.outdated(cases, rows, ("eager",)) == []
-    assert {case.name for _, case in ops.outdated(cases, rows, ("eager", "compile"))} == bf16
+    assert op_rows.outdated(cases, rows, ("eager",)) == []
+    assert {case.name for _, case in op_rows.outdated(cases, rows, ("eager", "compile"))} == bf16
     for row in rows:  # in the dtype that is compiled, of what is made apart not again
-        row["compile_ms"] = 1.0 if row["dtype"] == "bfloat16" and not row["name"].endswith(ops.APART) else None
-    assert ops.outdated(cases, rows, ("eager", "compile")) == []
+        row["compile_ms"] = 1.0 if row["dtype"] == "bfloat16" and not row["name"].endswith(op_rows.APART) else None
+    assert op_rows.outdated(cases, rows, ("eager", "compile")) == []
 
 
 def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     measured: list[str] = []
 
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         measured.append(case.label)
         return rows_of(case)
 
     pattern = "batchnorm_act bn+hardswish float32"
-    cases = [case.label for _, case in ops.chosen(pattern)]
+    cases = [case.label for _, case in op_rows.chosen(pattern)]
     bench(measure, f"{pattern} {cases[0].split()[-1]}")
     measured.clear()
     bench(measure, pattern, changed=True)
@@ -155,11 +158,11 @@ def test_what_has_changed_is_what_has_no_row_of_its_kernels(bench, monkeypatch: 
     bench(measure, pattern, changed=True)
     assert not measured
     assert "is of the kernels as they are" in capsys.readouterr().out
-    changed = ops.chosen(pattern)[1][1].passes["backward"].kernels  # one pass's alone
+    changed = op_rows.chosen(pattern)[1][1].passes["backward"].kernels  # one pass's alone
     sha = ops.family.kernel_sha
-    monkeypatch.setattr(ops.family, "kernel_sha", lambda work: "new" if work.kernels == changed else sha(work))
+    monkeypatch.setattr(op_rows.family, "kernel_sha", lambda work: "new" if work.kernels == changed else sha(work))
     bench(measure, pattern, changed=True)
-    assert measured == [case.label for _, case in ops.chosen(pattern) if case.passes["backward"].kernels == changed]
+    assert measured == [case.label for _, case in op_rows.chosen(pattern) if case.passes["backward"].kernels == changed]
 
 
 def test_parts_make_the_whole_whatever_each_finds_on_file(bench) -> None:
@@ -168,26 +171,26 @@ def test_parts_make_the_whole_whatever_each_finds_on_file(bench) -> None:
     measured: dict[int, list[Case]] = {1: [], 2: []}
     for number in measured:
 
-        def measure(_: Any, case: Case, *__: Any, number: int = number, **___: Any) -> list[ops.OpRow]:
+        def measure(_: Any, case: Case, *__: Any, number: int = number, **___: Any) -> list[op_rows.OpRow]:
             measured[number].append(case)
             return rows_of(case)
 
         _, rows = bench(measure, pattern, changed=True, part=(number, 2))
     both = [case for cases in measured.values() for case in cases]
-    assert {case.label for case in both} == {case.label for _, case in ops.chosen(pattern)}
-    assert len(both) == len(ops.chosen(pattern))
+    assert {case.label for case in both} == {case.label for _, case in op_rows.chosen(pattern)}
+    assert len(both) == len(op_rows.chosen(pattern))
     assert len(rows) == sum(len(case.passes) for case in both)
     assert abs(len(measured[1]) - len(measured[2])) <= 2
     for cases in measured.values():  # one case made together and apart is compared with itself
         labels = {case.label for case in cases}
-        assert {label.replace(ops.APART, "") for label in labels} <= labels
+        assert {label.replace(op_rows.APART, "") for label in labels} <= labels
 
 
 def test_rows_that_another_process_writes_meanwhile_stay(bench, tmp_path: Path) -> None:
     pattern = "batchnorm_act bn+hardswish float32"
-    (_, other), *_ = ops.chosen("batchnorm_act bn+hardswish float16")
+    (_, other), *_ = op_rows.chosen("batchnorm_act bn+hardswish float16")
 
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         ops._File(tmp_path / "ops.json").keep(rows_of(other, ms=7.0), ops.Ceilings(copy_gbps=1.0))
         return rows_of(case)
 
@@ -200,7 +203,7 @@ def test_short_takes_what_the_file_shows_short_of_its_goal(bench, capsys) -> Non
     measured: list[str] = []
     reached: dict[str, float] = {}
 
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         measured.append(case.label)
         return [
             replace(row, limit_ms=row.advisor_ms * reached.get(f"{case.label} {row.pass_}", 0.86))
@@ -208,7 +211,7 @@ def test_short_takes_what_the_file_shows_short_of_its_goal(bench, capsys) -> Non
         ]
 
     pattern = "batchnorm_act bn+add+relu bfloat16"
-    cases = [case for _, case in ops.chosen(pattern) if not case.wins()]
+    cases = [case for _, case in op_rows.chosen(pattern) if not case.wins()]
     large, small = [case for case in cases if goals.large(case)], [case for case in cases if not goals.large(case)]
     assert len(large) > 2
     assert small
@@ -226,7 +229,7 @@ def test_short_takes_what_the_file_shows_short_of_its_goal(bench, capsys) -> Non
 
 
 def test_a_case_that_fails_is_told_and_the_rest_goes_on(bench, capsys) -> None:
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         if case.shape == (256, 256, 56, 56):
             raise RuntimeError("out of memory\nwith a long tale")
         return rows_of(case)
@@ -243,7 +246,7 @@ def test_a_case_that_fails_is_told_and_the_rest_goes_on(bench, capsys) -> None:
 def test_rows_of_cases_that_are_gone_are_dropped() -> None:
     case = BN.benchmark[0]
     old = [storage.to_plain(row) for row in (*rows_of(case), *rows_of(replace(case, name="gone")))]
-    assert ops.merged(old, [], ops.keys(case)) == old[:2]
+    assert op_rows.merged(old, [], op_rows.keys(case)) == old[:2]
 
 
 def test_kernels_that_did_not_run_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -323,7 +326,7 @@ def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
 def test_units_are_counted_when_all_cases_have_been_timed(bench, counting: Counting, capsys) -> None:
     timed = []
 
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         assert not counting.on
         timed.append(case.label)
         return rows_of(case)
@@ -332,7 +335,7 @@ def test_units_are_counted_when_all_cases_have_been_timed(bench, counting: Count
     assert code == ExitCode.OK
     assert len(rows) == 2 * len(timed) > 2
     assert all(row["units"] == {"memory": 0.7, "sms": 0.9} for row in rows)
-    assert [storage.from_plain(ops.OpRow, row).units for row in rows] == [{"memory": 0.7, "sms": 0.9}] * len(rows)
+    assert [storage.from_plain(op_rows.OpRow, row).units for row in rows] == [{"memory": 0.7, "sms": 0.9}] * len(rows)
     printed = capsys.readouterr().out
     assert "bn+hardswish             backward memory 70 %; SMs 90 %" in printed
     assert printed.index("memory 70 %") > printed.rindex("limit/ours")
@@ -364,7 +367,7 @@ def test_what_has_changed_is_measured_and_counted_beside_what_is_counted_alone(
     monkeypatch.setattr(ops, "outdated", lambda cases, *_: [one for one in cases if one[1].shape == changed])
     measured = []
 
-    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[ops.OpRow]:
+    def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
         measured.append(case.shape)
         return rows_of(case, ms=1.0)
 
@@ -406,7 +409,7 @@ def test_counters_that_another_takes_meanwhile_lose_nothing(
         counting.made = taken
     code, rows = bench(lambda _, case, *__, **___: rows_of(case), counters=True)
     assert code == ExitCode.OK
-    assert len(rows) == 2 * len(ops.chosen("batchnorm_act bn+hardswish float32"))
+    assert len(rows) == 2 * len(op_rows.chosen("batchnorm_act bn+hardswish float32"))
     assert capsys.readouterr().out.count("not counted: another profiler holds") == 1
 
 

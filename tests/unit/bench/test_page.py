@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from advisor.bench import models, ops, page
+from advisor.bench import models, op_rows, page
 from advisor.ops import sources
 from advisor.resources import kernels_dir
 
@@ -38,7 +38,7 @@ FIELDS = (
 
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
-@pytest.mark.parametrize(("kind", "row_type"), [("ops", ops.OpRow), ("models", models.ModelRow)])
+@pytest.mark.parametrize(("kind", "row_type"), [("ops", op_rows.OpRow), ("models", models.ModelRow)])
 def test_rows_on_file_are_what_the_benchmarks_write(kind: str, row_type: type) -> None:
     names = {field.name.removesuffix("_") for field in dataclasses.fields(row_type)}
     for file in FOLDER.glob(f"*/{kind}.json"):

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from fake_nvml import FakeNvml
 
-from advisor.cli import examination
-from advisor.cli.examination import Facts, Status
+from advisor.cli import examination, machinefacts
+from advisor.cli.examination import Status
+from advisor.cli.machinefacts import Facts
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 
@@ -144,11 +145,11 @@ def test_gathering_survives_a_machine_where_everything_fails(monkeypatch: pytest
         raise AdvisorError("measuring this machine failed (no torch)")
 
     FakeNvml().use(monkeypatch).faults["nvmlInit"] = 9
-    monkeypatch.setattr(examination.environment, "probe", fail)
-    monkeypatch.setattr(examination.shutil, "which", lambda name: None)
-    monkeypatch.setattr(examination, "_PARAMETERS", tmp_path / "none")
+    monkeypatch.setattr(machinefacts.environment, "probe", fail)
+    monkeypatch.setattr(machinefacts.shutil, "which", lambda name: None)
+    monkeypatch.setattr(machinefacts, "_PARAMETERS", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    facts = examination.gather()
+    facts = machinefacts.gather()
     assert facts.nvml_error == "the NVIDIA driver is not loaded"
     assert facts.environment_error.startswith("measuring this machine failed")
     assert facts.cache_error
@@ -162,11 +163,11 @@ def test_gathering_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     fake.gpus[0].pids = [4711]
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(examination.environment, "probe", lambda **_: SERVER.environment)
-    monkeypatch.setattr(examination.counters, "preflight", lambda: (False, "refused"))
-    monkeypatch.setattr(examination, "_try_cupy", lambda: "")
-    monkeypatch.setattr(examination, "_PARAMETERS", parameters)
-    facts = examination.gather()
+    monkeypatch.setattr(machinefacts.environment, "probe", lambda **_: SERVER.environment)
+    monkeypatch.setattr(machinefacts.counters, "preflight", lambda: (False, "refused"))
+    monkeypatch.setattr(machinefacts, "_try_cupy", lambda: "")
+    monkeypatch.setattr(machinefacts, "_PARAMETERS", parameters)
+    facts = machinefacts.gather()
     assert (facts.admin_only, facts.counters_error, facts.processes) == (True, "refused", (4711,))
     assert facts.driver_cuda == (13, 0)
     assert facts.gpu["driver"] == "580.65.06"

@@ -10,7 +10,7 @@ from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import Round, TrialLog
-from advisor.reporting import breakdown, html, machine, terminal, terminal_trials, unexplained, wording
+from advisor.reporting import breakdown, html, machine, numbers, terminal, terminal_trials, unexplained, wording
 from advisor.rules import cards
 
 
@@ -28,14 +28,14 @@ from advisor.rules import cards
     ],
 )
 def test_interval(low, high, text):
-    assert wording.interval(low, high) == text
+    assert numbers.interval(low, high) == text
 
 
 @pytest.mark.parametrize(
     ("us", "text"), [(116_580, "116.6 ms"), (42_970, "42.97 ms"), (870, "870.0 µs"), (1.2e6, "1.200 s")]
 )
 def test_duration_keeps_four_digits(us, text):
-    assert wording.duration(us) == text
+    assert numbers.duration(us) == text
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_duration_keeps_four_digits(us, text):
     ],
 )
 def test_kernel_name(name, short):
-    assert wording.kernel_name(name) == short
+    assert numbers.kernel_name(name) == short
 
 
 def test_headline_of_a_profile_names_the_limit_and_the_best_finding():
@@ -236,7 +236,7 @@ def test_what_tracing_cost_is_told_in_words_that_fit():
 
 def test_one_time_has_no_spread():
     only = Spread(median=410_200.0, p10=410_200.0, p90=410_200.0, n=1)
-    assert wording.spread(only) == "n = 1"
+    assert numbers.spread(only) == "n = 1"
 
 
 def test_bursts_of_batches_show_in_what_a_step_takes():
@@ -261,7 +261,7 @@ def test_a_round_names_what_is_kept_as_people_call_it():
 
 
 def test_what_is_predicted_to_save_nothing_says_so():
-    texts = [wording.saves(Interval(low=low, high=high)) for low, high in ((0.0, 0.0), (0.0, 0.2), (-0.1, -0.02))]
+    texts = [numbers.saves(Interval(low=low, high=high)) for low, high in ((0.0, 0.0), (0.0, 0.2), (-0.1, -0.02))]
     assert texts == ["nothing", "up to 20 % of the step", "−10 to −2 % of the step"]
 
 
