@@ -22,7 +22,6 @@ MAY = {
     "repo/test_case_names.py": "a text that it judges",
     "repo/test_clocks.py": "this",
     "repo/test_imports.py": "long",
-    "trials/test_compiles_beside.py": "an instant that has passed on any machine",
     "under_load.py": "says how long a run took",
     "unit/profiling/after/test_aggregate.py": "long",
     "unit/profiling/inside/test_collector.py": "instants around events, for a trace",
