@@ -95,7 +95,7 @@ def test_small_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monke
             assert torch.equal(api.copies(torch.bfloat16, weights)[-1], weights[-1].bfloat16())
             assert loaded == [(spec.CAST, "cast_tensors")]
             assert emulated.launches["cast_tensors"] == (size == 101)
-    assert spec.wins(1000, 1, captured=True) == ""
+    assert spec.wins(1000, 1, "bfloat16", captured=True) == ""
 
 
 def shifted(n: int) -> torch.Tensor:

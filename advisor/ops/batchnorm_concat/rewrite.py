@@ -70,7 +70,8 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     for chain in _chains(graph, report):
         dtype = chain.norms[0].norm.dtype
         reason = "" if len(chain.norms) >= spec.FEWEST_NORMS else "no other norm sees the same feature maps"
-        reason = reason or ("left to Inductor" if compiled else dispatch.refusal("", spec.wins(dtype=dtype)))
+        left = (spec.wins(dtype=dtype, activation=norm.activation) for norm in chain.norms)
+        reason = reason or ("left to Inductor" if compiled else dispatch.refusal("", next(filter(None, left), "")))
         if reason:
             report.unmatched |= {norm.path: reason for norm in chain.norms}
             continue

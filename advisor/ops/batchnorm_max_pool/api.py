@@ -136,7 +136,7 @@ def batchnorm_max_pool(
     """
     pool = window(kernel, stride, padding, dilation, ceil_mode)
     x = alignment.realigned(x)
-    reason = dispatch.refusal(unsupported(x, activation, slope, pool), spec.wins())
+    reason = dispatch.refusal(unsupported(x, activation, slope, pool), spec.wins(activation, storage.name(x.dtype)))
     if reason:
         fell_back[reason] += 1
         return reference.batchnorm_max_pool(

@@ -84,7 +84,7 @@ def _case(shape: tuple[int, ...], window: Window, dtype: str, activation: str = 
         ours=api.batchnorm_max_pool,
         eager=reference.batchnorm_max_pool,
         reference=reference.batchnorm_max_pool,
-        wins=spec.wins,
+        wins=partial(spec.wins, activation, dtype),
         steady=_steady,
         gradient_floor=0.05,  # with few rows a channel dx is what cancellation leaves of dy
     )

@@ -81,7 +81,7 @@ def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope
         slope=slope,
         arch=storage.MIN_ARCH,
     )
-    return dispatch.refusal(unsupported, spec.wins())
+    return dispatch.refusal(unsupported, spec.wins(activation, norm.dtype))
 
 
 def _substitute(

@@ -53,12 +53,12 @@ def unsupported(
     return ""
 
 
-def wins() -> str:
+def wins(activation: str, dtype: str) -> str:
     """Why the norm and the pooling are left apart; empty where the kernels are measured to win.
 
     On file for one H200 are ReLU in all dtypes and no activation in bf16, forward and backward: 3 to 8 times faster.
     """
-    return dispatch_table.refusal("batchnorm_max_pool", kind("relu"))
+    return dispatch_table.refusal("batchnorm_max_pool", kind(activation), dtype)
 
 
 def kind(activation: str) -> str:

@@ -70,7 +70,7 @@ def _standing(
         residual=residual,
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins(spec.name(activation, bias=bias, residual=residual, dim=dim))
+    return unsupported, spec.wins(spec.name(activation, bias=bias, residual=residual, dim=dim), storage.name(dtype))
 
 
 def _scale_refusal(
@@ -115,7 +115,8 @@ def _scale_standing(
         variant=variant,
         arch=nvrtc.arch(device),
     )
-    return unsupported, spec.wins(variant.name)
+    names = storage.name(dtype), storage.name(result)
+    return unsupported, spec.wins(spec.scaled_kind(variant, *names), names[0])
 
 
 @lru_cache(maxsize=64)

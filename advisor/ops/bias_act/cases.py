@@ -125,7 +125,7 @@ def _case(shape: tuple[int, ...], dtype: str, activation: str, bias: bool, resid
         ours=api.bias_act,
         eager=reference.bias_act,
         reference=reference.bias_act,
-        wins=partial(spec.wins, name),
+        wins=partial(spec.wins, name, dtype),
         steady=_steady,
     )
 
@@ -148,7 +148,7 @@ def _linear_case(shape: tuple[int, ...], dtype: str, activation: str, *, measure
         ours=api.bias_act,
         eager=_linear_eager if measured else reference.bias_act,
         reference=reference.bias_act,
-        wins=partial(spec.wins, name),
+        wins=partial(spec.wins, name, dtype),
         steady=_steady,
     )
 
@@ -223,7 +223,7 @@ def _scale_case(
         ours=api.scale_add,
         eager=_scale_eager if measured and variant.bias else reference.scale_add,
         reference=reference.scale_add,
-        wins=partial(spec.wins, variant.name),
+        wins=partial(spec.wins, spec.scaled_kind(variant, dtype, result), dtype),
     )
 
 

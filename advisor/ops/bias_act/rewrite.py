@@ -257,17 +257,20 @@ def _refusal(site: _Activation | _ScaledAdd) -> str:
             residual=site.residual is not None,
             arch=storage.MIN_ARCH,
         )
+        kind = site.label
     else:
+        result = storage.name(_dtype(site.node))
         reason = spec.scale_unsupported(
             shape=_shape(x),
             channels_last=True,
             dtype=match.dtype_name(x),
             residual=storage.name(_dtype(site.residual)),
-            result=storage.name(_dtype(site.node)),
+            result=result,
             variant=site.variant,
             arch=storage.MIN_ARCH,
         )
-    return dispatch.refusal(reason, spec.wins(site.label))
+        kind = spec.scaled_kind(site.variant, match.dtype_name(x), result)
+    return dispatch.refusal(reason, spec.wins(kind, match.dtype_name(x)))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

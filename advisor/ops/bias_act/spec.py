@@ -10,7 +10,6 @@ from typing import NamedTuple
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import Geometry
-from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
@@ -83,7 +82,7 @@ class Scaled(NamedTuple):
         return "+".join(part for part, there in parts.items() if there) + (" of 16 bits" if self.mixed else "")
 
 
-def wins(operation: str) -> str:
+def wins(kind: str, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
 
     On file for one H200, forward and backward together: bias+relu 2.2 to 3.6 times faster, bias+silu 2.5, bias+gelu 2.6 to 2.7, add+relu
@@ -91,10 +90,9 @@ def wins(operation: str) -> str:
     other activations 1.3, scale+add 2.9 to 4.4, scale+drop+add 3.3 to 5.7, with the bias, the cast or both 3.8 to 6.7, drop+add 2.7.
 
     Args:
-        operation: of `name` or `Scaled.name`.
+        kind: of `name` or `scaled_kind`.
     """
-    names = (operation, f"{operation} to float32")  # whatever the result is stored in: it costs the same bytes in both
-    return "" if not all(dispatch_table.refusal("bias_act", name) for name in names) else UNMEASURED
+    return dispatch_table.refusal("bias_act", kind, dtype)
 
 
 def scaled_kind(variant: Scaled, dtype: str, result: str) -> str:

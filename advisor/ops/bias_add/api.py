@@ -35,7 +35,7 @@ def _standing(
     unsupported = spec.unsupported(
         shape=tuple(shape), channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
     )
-    return unsupported, spec.wins(residual=residual, nbytes=shape.numel() * dtype.itemsize)
+    return unsupported, spec.wins(residual=residual, dtype=storage.name(dtype))
 
 
 class _BiasAdd(Function):

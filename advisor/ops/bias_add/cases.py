@@ -53,7 +53,7 @@ def _case(shape: tuple[int, ...], dtype: str, *, residual: bool = False) -> Case
         ours=api.bias_add,
         eager=reference.bias_add,
         reference=reference.bias_add,
-        wins=partial(spec.wins, residual=residual, nbytes=elements * itemsize),
+        wins=partial(spec.wins, residual=residual, dtype=dtype),
     )
 
 

@@ -31,7 +31,7 @@ def _refused(node: fx.Node, *, residual: bool) -> str:
     if x is None or shape is None:
         return "its shape is not known"
     reason = spec.unsupported(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
-    return dispatch.refusal(reason, spec.wins(residual=residual, nbytes=x.numel() * x.element_size()))
+    return dispatch.refusal(reason, spec.wins(residual=residual, dtype=match.dtype_name(x)))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -25,9 +25,9 @@ def name(*, residual: bool) -> str:
     return "bias+add" if residual else "bias"
 
 
-def wins(*, residual: bool, nbytes: int) -> str:
-    """Why PyTorch's own operations are left in place; empty where the kernels win. `nbytes`: of the convolution's result."""
-    return dispatch_table.refusal("bias_add", name(residual=residual))
+def wins(*, residual: bool, dtype: str) -> str:
+    """Why PyTorch's own operations are left in place; empty where the kernels win."""
+    return dispatch_table.refusal("bias_add", name(residual=residual), dtype)
 
 
 def unsupported(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:

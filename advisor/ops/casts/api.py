@@ -79,7 +79,7 @@ def _refusal(dtype: torch.dtype, tensors: Sequence[torch.Tensor]) -> str:
     captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     if not captured:
         cuda.load(dtype, tensors[0])  # a capture that takes the kernel later could not
-    return dispatch.refusal("", spec.wins(len(tensors), sum(elements), captured=captured))
+    return dispatch.refusal("", spec.wins(len(tensors), sum(elements), half, captured=captured))
 
 
 class _Cast(Function):

@@ -40,7 +40,7 @@ def _case(name: str, sizes: Sizes, dtype: str = "bfloat16") -> Case:
         ours=partial(api.cast, kind),
         eager=partial(api.cast, kind, by=api.copies_by_torch),
         reference=reference.cast,
-        wins=partial(spec.wins, len(sizes), elements, captured=False),
+        wins=partial(spec.wins, len(sizes), elements, dtype, captured=False),
         layout="nhwc",
     )
 

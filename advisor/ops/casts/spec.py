@@ -33,14 +33,17 @@ def unsupported(*, half: str, other: str, elements: int, arch: int) -> str:
     return "a tensor of 2^31 values or more" if elements > MAX_ELEMENTS else ""
 
 
-def wins(tensors: int, elements: int, *, captured: bool) -> str:
+def wins(tensors: int, elements: int, half: str, *, captured: bool) -> str:
     """Why torch's own multi-tensor copy is left in place; empty where the kernel is measured to be faster.
 
     Args:
         elements: of all tensors.
+        half: the dtype of 16 bits, from or to which they go.
         captured: into a CUDA graph, which costs the host nothing when it is replayed.
     """
-    return dispatch_table.refusal("casts", CAPTURED if captured else WEIGHTS, "", {"mean_elements": elements / tensors})
+    return dispatch_table.refusal(
+        "casts", CAPTURED if captured else WEIGHTS, half, {"mean_elements": elements / tensors}
+    )
 
 
 WEIGHTS, CAPTURED = "weights", "weights in a CUDA graph"

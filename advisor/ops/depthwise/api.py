@@ -84,7 +84,8 @@ def _refusal(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: Pair, dilation: int
 ) -> str:
     channels, *_, kernel = weight.shape
-    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=min(x.shape[2:]))
+    sizes = {"channels": channels, "kernel": kernel, "stride": stride, "dilation": dilation, "image": min(x.shape[2:])}
+    wins = spec.wins(**sizes, bias=bias is not None, dtype=storage.name(x.dtype))
     return dispatch.refusal(unsupported(x, weight, bias, stride, padding, dilation), wins)
 
 

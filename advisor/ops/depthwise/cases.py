@@ -112,7 +112,14 @@ def _case(
         eager=_eager,
         reference=reference.depthwise_conv2d,
         wins=partial(
-            spec.wins, channels=shape[1], kernel=kernel, stride=stride, dilation=dilation, image=min(shape[2:])
+            spec.wins,
+            channels=shape[1],
+            kernel=kernel,
+            stride=stride,
+            dilation=dilation,
+            image=min(shape[2:]),
+            bias=bias,
+            dtype=dtype,
         ),
     )
 

@@ -30,7 +30,8 @@ def _depthwise(node: fx.Node) -> match.Conv2d | str:
         return f"dtype {dtype}"
     channels, *_, kernel = call.weight_shape
     stride, dilation = call.stride[0], call.dilation[0]
-    wins = spec.wins(channels=channels, kernel=kernel, stride=stride, dilation=dilation, image=min(x.shape[2:]))
+    sizes = {"channels": channels, "kernel": kernel, "stride": stride, "dilation": dilation, "image": min(x.shape[2:])}
+    wins = spec.wins(**sizes, bias=call.bias is not None, dtype=dtype)
     name = spec.name(kernel, stride, dilation)
     return match.said_of(name, dispatch.refusal("", wins)) or call
 

@@ -34,7 +34,9 @@ def _refusal(x: torch.Tensor, compute: torch.dtype) -> str:
         groups=1,
         arch=nvrtc.arch(x.device.index or 0),
     )
-    return dispatch.refusal(unsupported, spec.wins(dims=x.dim() - 2, channels=x.shape[1]))
+    return dispatch.refusal(
+        unsupported, spec.wins(dims=x.dim() - 2, channels=x.shape[1], compute=storage.name(compute))
+    )
 
 
 def few_channels_conv(

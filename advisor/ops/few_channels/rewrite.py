@@ -42,7 +42,7 @@ def _call(node: fx.Node, dims: int) -> tuple[Any, ...] | str:
         groups=1,
         arch=storage.MIN_ARCH,
     )
-    refused = dispatch.refusal(reason, spec.wins(dims=dims, channels=shape[1]))
+    refused = dispatch.refusal(reason, spec.wins(dims=dims, channels=shape[1], compute=match.dtype_name(result)))
     return refused or (given["input"], given["weight"], given["bias"], *sizes)
 
 

@@ -26,9 +26,9 @@ def kind(dims: int, channels: int) -> str:
     return f"{'volumes' if dims == 3 else 'images'} of {channels} channels"
 
 
-def wins(*, dims: int, channels: int) -> str:
-    """Why PyTorch's own operation is left in place; empty where this wins."""
-    return dispatch_table.refusal("few_channels", kind(dims, channels))
+def wins(*, dims: int, channels: int, compute: str = "") -> str:
+    """Why PyTorch's own operation is left in place; empty where this wins. `compute`: of what is multiplied; empty for either."""
+    return dispatch_table.refusal("few_channels", kind(dims, channels), compute)
 
 
 def unsupported(*, shape: tuple[int, ...], dense: bool, dtype: str, compute: str, groups: int, arch: int) -> str:

@@ -28,12 +28,16 @@ def normalise(
         [N, C, H, W]; in fp32 its bits are the table's. It has no gradient.
     """
     y_nhwc = memory_format == torch.channels_last
-    reason = dispatch.refusal(_unsupported(pixels, dtype, y_nhwc=y_nhwc), spec.wins())
+    x_nhwc = _is_nhwc(pixels)
+    wins = (
+        spec.wins(pixels.shape[1], x_nhwc=x_nhwc, y_nhwc=y_nhwc, dtype=storage.name(dtype)) if pixels.dim() > 1 else ""
+    )
+    reason = dispatch.refusal(_unsupported(pixels, dtype, y_nhwc=y_nhwc), wins)
     if reason:
         fell_back[reason] += 1
         return reference.normalise(pixels, table).to(dtype, memory_format=memory_format)
     engaged["normalise"] += 1
-    return cuda.normalise(pixels, table.contiguous(), dtype, x_nhwc=_is_nhwc(pixels), y_nhwc=y_nhwc)
+    return cuda.normalise(pixels, table.contiguous(), dtype, x_nhwc=x_nhwc, y_nhwc=y_nhwc)
 
 
 def _is_nhwc(pixels: torch.Tensor) -> bool:

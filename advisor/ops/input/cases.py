@@ -59,7 +59,7 @@ def _case(shape: tuple[int, int, int, int], dtype: str, *, x_nhwc: bool = True, 
         ours=partial(_ours, dtype=dtype, y_nhwc=y_nhwc),
         eager=partial(_eager, dtype=dtype, y_nhwc=y_nhwc),
         reference=_reference,
-        wins=spec.wins,
+        wins=partial(spec.wins, c, x_nhwc=x_nhwc, y_nhwc=y_nhwc, dtype=dtype),
         layout=orders[y_nhwc],
     )
 

@@ -46,9 +46,9 @@ def unsupported(*, shape: tuple[int, ...], x_nhwc: bool, y_nhwc: bool, dtype: st
     return ""
 
 
-def wins() -> str:
+def wins(channels: int, *, x_nhwc: bool, y_nhwc: bool, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernel is measured to win."""
-    return dispatch_table.refusal("input", kind(3, x_nhwc=True, y_nhwc=True))
+    return dispatch_table.refusal("input", kind(channels, x_nhwc=x_nhwc, y_nhwc=y_nhwc), dtype)
 
 
 def kind(channels: int, *, x_nhwc: bool, y_nhwc: bool) -> str:

@@ -69,7 +69,7 @@ def pad2d(x: torch.Tensor, amounts: Amounts, mode: str) -> torch.Tensor:
     Returns:
         [N, C, H + top + bottom, W + left + right], channels_last from the kernels.
     """
-    reason = dispatch.refusal(unsupported(x, amounts, mode), spec.wins())
+    reason = dispatch.refusal(unsupported(x, amounts, mode), spec.wins(mode, storage.name(x.dtype)))
     if reason:
         fell_back[reason] += 1
         return reference.pad(x, amounts, mode)

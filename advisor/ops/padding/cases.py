@@ -39,7 +39,7 @@ def _case(shape: tuple[int, int, int, int], dtype: str, mode: str, amounts: spec
         ours=partial(api.pad2d, amounts=sides, mode=mode),
         eager=partial(reference.pad, amounts=sides, mode=mode),
         reference=partial(reference.pad, amounts=sides, mode=mode),
-        wins=spec.wins,
+        wins=partial(spec.wins, mode, dtype),
     )
 
 

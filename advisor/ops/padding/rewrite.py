@@ -32,7 +32,7 @@ def _refused(node: fx.Node) -> tuple[fx.Node, spec.Amounts, str] | str:
         dtype=match.dtype_name(x),
         arch=storage.MIN_ARCH,
     )
-    refused = dispatch.refusal(reason, spec.wins())
+    refused = dispatch.refusal(reason, spec.wins(mode, match.dtype_name(x)))
     return refused or (given["input"], (amounts[0], amounts[1], amounts[2], amounts[3]), mode)
 
 

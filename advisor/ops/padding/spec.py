@@ -40,9 +40,9 @@ def unsupported(
     return ""
 
 
-def wins() -> str:
+def wins(mode: str, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels win."""
-    return dispatch_table.refusal("padding", "reflect")
+    return dispatch_table.refusal("padding", mode, dtype)
 
 
 def defines(dtype: str, mode: str) -> dict[str, int]:

@@ -22,7 +22,9 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
         return reason
     if weight.device != x.device or weight.shape != x.shape[1:2]:
         return "one slope for all channels, or elsewhere"
-    return dispatch.refusal(_unsupported(x.shape, is_nhwc(x), x.dtype, x.device.index or 0), spec.wins())
+    return dispatch.refusal(
+        _unsupported(x.shape, is_nhwc(x), x.dtype, x.device.index or 0), spec.wins(storage.name(x.dtype))
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -39,7 +39,7 @@ def _case(shape: tuple[int, ...], dtype: str) -> Case:
         ours=api.prelu,
         eager=reference.prelu,
         reference=reference.prelu,
-        wins=spec.wins,
+        wins=partial(spec.wins, dtype),
     )
 
 

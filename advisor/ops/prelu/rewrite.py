@@ -22,7 +22,7 @@ def _refused(node: fx.Node) -> str:
     if x.dtype != result.dtype and consumers.taken_as(node) != x.dtype:
         return "its result is taken in another dtype"
     reason = spec.unsupported(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
-    return dispatch.refusal(reason, spec.wins())
+    return dispatch.refusal(reason, spec.wins(match.dtype_name(x)))
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -20,9 +20,9 @@ MAX_TILE = channel_tiles.WIDEST_PIECE
 TUNABLE = {"UNROLL": (2, 3, 4), "FLAT_UNROLL": (1, 2, 4)}
 
 
-def wins() -> str:
+def wins(dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels win."""
-    return dispatch_table.refusal("prelu", "prelu")
+    return dispatch_table.refusal("prelu", "prelu", dtype)
 
 
 def defines(source: str, dtype: str) -> dict[str, int]:

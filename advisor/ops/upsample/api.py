@@ -146,7 +146,9 @@ def upsample_concat(
         [N, sum of C, *size] in the dtype of `tensors`, under autocast too.
     """
     resize = _resize(size, factors, mode, align_corners)
-    wins = spec.wins()
+    wins = spec.wins(
+        mode, align_corners=align_corners, concatenates=len(tensors) > 1, dtype=storage.name(tensors[0].dtype)
+    )
     reason = dispatch.refusal(unsupported(tensors, position, resize), wins)
     if reason:
         fell_back[reason] += 1

@@ -86,7 +86,7 @@ def _case(
         ours=partial(_ours, call=call),
         eager=partial(_eager, call=call),
         reference=partial(_reference, call=call),
-        wins=spec.wins,
+        wins=partial(spec.wins, mode, align_corners=align, concatenates=bool(skip), dtype=dtype),
     )
 
 

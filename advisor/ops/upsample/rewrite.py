@@ -138,7 +138,9 @@ def _refused(call: _Call, pattern: _Pattern, dtype: torch.dtype) -> str:
         dtype=name,
         arch=storage.MIN_ARCH,
     )
-    return dispatch.refusal(unsupported, spec.wins())
+    joined = len(pattern.tensors) > 1
+    wins = spec.wins(call.mode, align_corners=call.align_corners, concatenates=joined, dtype=name)
+    return dispatch.refusal(unsupported, wins)
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:

@@ -143,13 +143,13 @@ def axes(
     )
 
 
-def wins() -> str:
+def wins(mode: str, *, align_corners: bool, concatenates: bool, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
 
     On file for one H200: bilinear 4 to 12 times faster forward and 8 to 18 backward, with and without the concat behind it,
     nearest 6 to 9 and 4 to 8.
     """
-    return dispatch_table.refusal("upsample", kind("bilinear", align_corners=False, concatenates=False))
+    return dispatch_table.refusal("upsample", kind(mode, align_corners=align_corners, concatenates=concatenates), dtype)
 
 
 def kind(mode: str, *, align_corners: bool, concatenates: bool) -> str:
