@@ -43,7 +43,9 @@ def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
     elif form == "md":
         text = compare_markdown(comparison)
     else:
-        text = terminal.comparison_text(comparison, width=output.width(), color=output.color(sys.stdout))
+        text = terminal.comparison_text(
+            comparison, output.width(), output.color(sys.stdout), drawn=output.on_terminal(sys.stdout)
+        )
     output.say(text, sys.stdout)
     if tolerance is None:
         return ExitCode.OK

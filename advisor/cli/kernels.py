@@ -28,7 +28,7 @@ def list_kernels(form: str) -> None:
       advisor kernels list
     """
     from advisor import pipeline
-    from advisor.reporting.terminal import kernels_text
+    from advisor.reporting.terminal_kernels import kernels_text
 
     rows = pipeline.kernels_list()
     if form == "json":
@@ -51,7 +51,7 @@ def verify(form: str, family: str) -> int:
       advisor kernels verify batchnorm_act --format json
     """
     from advisor import pipeline
-    from advisor.reporting.terminal import verification_text
+    from advisor.reporting.terminal_kernels import verification_text
 
     with Progress(live=True) as say:
         rows = pipeline.kernels_verify(say, family)

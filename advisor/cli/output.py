@@ -31,9 +31,14 @@ def width() -> int:
     return shutil.get_terminal_size((100, 24)).columns
 
 
+def on_terminal(stream: TextIO) -> bool:
+    """Whether tables are drawn: on a terminal that is not dumb."""
+    return stream.isatty() and os.environ.get("TERM") != "dumb"
+
+
 def color(stream: TextIO) -> bool:
-    """Whether to colour: on a terminal, unless `NO_COLOR` is set or the terminal is dumb."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    """Whether to colour: as tables are drawn, unless `NO_COLOR` is set."""
+    return on_terminal(stream) and not os.environ.get("NO_COLOR")
 
 
 def json_text(value: Any) -> str:
@@ -83,11 +88,17 @@ def run_text(
         return markdown(profile, findings, trials)
     from advisor.reporting import terminal
 
-    columns, paint, command = width(), color(stream), program()
     text = terminal.profile_text(
-        profile, findings, columns, paint, command=command, explain=explain, trials_follow=trials is not None
+        profile,
+        findings,
+        width(),
+        color(stream),
+        command=program(),
+        explain=explain,
+        trials=trials,
+        drawn=on_terminal(stream),
     )
-    return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream)}"
+    return text if trials is None else f"{text}\n\n{_trials_text(trials, run_dir, stream, headline=False)}"
 
 
 def _perfetto(profile: StepProfile, findings: Findings | None, run_dir: Path | None) -> str:
@@ -121,7 +132,9 @@ def proof_text(form: str, trials: TrialLog, *, run_dir: Path, stream: TextIO) ->
     return json_text(machine.proof_json(trials)) if form == "json" else machine.proof_markdown(trials)
 
 
-def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO, plan: Path | None = None) -> str:
+def _trials_text(
+    trials: TrialLog, run_dir: Path | None, stream: TextIO, plan: Path | None = None, *, headline: bool = True
+) -> str:
     from advisor.reporting import terminal_trials
 
     present = {name: run_dir / name for name in FILES if run_dir is not None and (run_dir / name).exists()}
@@ -132,6 +145,8 @@ def _trials_text(trials: TrialLog, run_dir: Path | None, stream: TextIO, plan: P
         command=program(),
         plan=_typed(plan or present.get("plan.yaml")),
         listed_in="report.html" if "report.html" in present else "trials.json",
+        headline=headline,
+        drawn=on_terminal(stream),
     )
 
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import shutil
 import sys
 import textwrap
 import time
-from typing import TextIO
+from typing import Literal, TextIO
 
 from advisor.core.units import unbroken
 
 PREFIX = "[advisor] "
 _NUMBERS = re.compile(r"\d[\d.,]*")
 _COUNT = re.compile(r"(\d+) of (\d+)")
+BAR = 24  # columns of the bar of a message that counts on
 LONG_S = 5.0  # what takes longer in all says how long it still takes
 REPEAT_AFTER_S = 10.0  # how long a message that only counts on stays unsaid where lines cannot be replaced
 
@@ -34,7 +36,7 @@ class Progress:
         self._live = live and not verbose and self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._quiet, self._verbose = quiet, verbose
         self._from = (0, 0.0)  # the count that a message began with, and when
-        self._shape, self._said_at, self._open, self._cut, self._said = "", 0.0, False, "", False
+        self._shape, self._said_at, self._open, self._cut, self._barred, self._said = "", 0.0, False, "", "", False
 
     def __call__(self, text: str) -> None:
         if self._quiet:
@@ -75,12 +77,19 @@ class Progress:
         width = self._columns()
         shown = line if len(line) < width else line[: max(width - 2, 1)] + "…"
         self._cut = line if shown != line else ""
+        found = _COUNT.search(line)
+        # The bar is gone once the line stays: only what counts on has one.
+        utf = (getattr(self._stream, "encoding", None) or "").lower().startswith("utf")
+        self._barred = line if found and utf and len(line) + BAR + 3 < width else ""
+        if found and self._barred:
+            shown += "  " + _bar(*map(int, found.groups()))
         self._stream.write(f"\r\x1b[2K{shown}")
         self._open = True
 
     def _finish(self) -> None:
         """The line now shown stays, in full: only while it can still change must it fit on one."""
-        self._stream.write(f"\r\x1b[2K{self._laid_out(self._cut)}\n" if self._cut else "\n")
+        again = self._cut or self._barred
+        self._stream.write(f"\r\x1b[2K{self._laid_out(again)}\n" if again else "\n")
 
     def _laid_out(self, line: str) -> str:
         """On a terminal no word is torn apart at its edge; a log has one line for one message."""
@@ -127,3 +136,15 @@ class Progress:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _bar(done: int, total: int) -> str:
+    """How far a count has come, drawn by rich."""
+    from rich.console import Console
+    from rich.progress_bar import ProgressBar
+
+    colors: Literal["standard"] | None = None if os.environ.get("NO_COLOR") else "standard"
+    file = io.StringIO()
+    console = Console(file=file, width=BAR, force_terminal=True, color_system=colors, legacy_windows=False)
+    console.print(ProgressBar(total=max(total, 1), completed=min(done, total), width=BAR), end="")
+    return file.getvalue().rstrip("\n")

@@ -14,7 +14,8 @@ from advisor.cli.help import Group
 from advisor.cli.parameters import Age, format_option
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.units import bytes_text, counted
-from advisor.reporting.page import printable
+from advisor.reporting import drawn
+from advisor.reporting.page import Page, printable
 
 if TYPE_CHECKING:
     from advisor.runs.listing import Run
@@ -115,8 +116,13 @@ def _show(found: Sequence[Run]) -> None:
         for run in found
     ]
     if rows:
-        head = ("run", "script", "ended", "size", "holds", "what came of it")
-        output.say("\n".join(layout.table([head, *rows], output.width())), sys.stdout)
+        head = ("run", "script", "ended", "size", "holds", "result")
+        lines = (
+            drawn.table(Page(output.width(), output.color(sys.stdout)), head, rows, right={3})
+            if output.on_terminal(sys.stdout)
+            else layout.table([head, *rows], output.width())
+        )
+        output.say("\n".join(lines), sys.stdout)
 
 
 def _size(found: Sequence[Run]) -> str:

@@ -19,6 +19,7 @@ class Page:
 
     width: int
     color: bool
+    drawn: bool = False  # tables have lines around them: the page is for a terminal
 
     def paint(self, text: str, *styles: str) -> str:
         if not self.color or not text:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text
-from advisor.reporting import breakdown, numbers, wording
+from advisor.core.verdict import TrialLog
+from advisor.reporting import breakdown, drawn, numbers, wording
 from advisor.reporting.compare import Comparison, Delta
 from advisor.reporting.page import MIN_WIDTH, Page, bar, clip, clip_path, printable
 
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
 TOP_GAPS = 5
+BAR = 24  # columns of a drawn table's bars
+WIDE = 120  # columns from which on a drawn table says where
 TOP_CARDS = 6
 
 
@@ -25,9 +27,10 @@ def profile_text(
     *,
     command: str = "advisor",
     explain: bool = False,
-    trials_follow: bool = False,
+    trials: TrialLog | None = None,
+    drawn: bool = False,
 ) -> str:
-    """What a profiled run shows: step time, how near the limit, where the time goes, largest gaps, what would help.
+    """What a profiled run shows: the verdict, step time, how near the limit, where the time goes, largest gaps, what would help.
 
     Args:
         profile: the run; incomplete ones are shown as far as they go.
@@ -36,22 +39,24 @@ def profile_text(
         color: whether to use ANSI colours.
         command: how advisor is called here, for the next command.
         explain: show each condition with its value, and the rules that did not fire.
-        trials_follow: leave the next command out, because trials have been made.
+        trials: what the trials of it came to; their text follows, with the next command.
+        drawn: whether tables have lines around them.
     """
-    page = Page(max(width, MIN_WIDTH), color)
-    blocks = [_summary(page, profile), _causes(page, profile), _gaps(page, profile)]
+    page = Page(max(width, MIN_WIDTH), color, drawn)
+    verdict = page.wrap(wording.headline(profile, findings, trials), 0, "bold")
+    blocks = [verdict, _summary(page, profile), _causes(page, profile), _gaps(page, profile)]
     if findings is not None:
         blocks.append(_findings(page, findings, explain))
     if notes := _notes(page, profile):
         blocks.append(notes)
-    if not trials_follow:
+    if trials is None:
         blocks.append(_next(page, profile, findings, command))
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
 def _summary(page: Page, profile: StepProfile) -> list[str]:
     lines = [
-        page.paint(clip(wording.script(profile), page.width), "bold"),
+        page.paint(clip(wording.script(profile), page.width), "dim"),
         page.paint(clip(wording.machine(profile), page.width), "dim"),
         "",
     ]
@@ -79,7 +84,7 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
             f"  Limit  {numbers.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
         )
     else:
-        lines.append(f"  Limit  –   {wording.limit_sentence(profile)}")
+        lines += page.wrap(f"Limit  –   {wording.limit_sentence(profile)}", 13, first=2)
     facts = []
     if profile.memory.peak_allocated_bytes:
         facts.append(f"peak memory {bytes_text(profile.memory.peak_allocated_bytes)}")
@@ -99,6 +104,8 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
         return []
     step = breakdown.division(profile)
     note = f"shares of {'the' if step.untraced else 'a traced'} step, {numbers.duration(step.total_us)}"
+    if page.drawn:
+        return [page.heading("Where the time goes", note), *_drawn_causes(page, causes)]
     label_width = min(max(len(c.label) for c in causes), 30)
     fixed = label_width + 20  # margins, time and share
     with_limit = page.width >= fixed + 17 + 8
@@ -117,11 +124,39 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
     return lines
 
 
+def _drawn_causes(page: Page, causes: Sequence[breakdown.Cause]) -> list[str]:
+    longest, limits = max(c.frac for c in causes), any(c.limit_us > 0 for c in causes)
+    where = page.width >= WIDE
+    rows = []
+    for c in causes:
+        row = [c.label, page.paint(bar(c.frac / longest, BAR).rstrip(), "yellow" if c.idle else "blue")]
+        row += [time_text(c.time_us), percent_text(c.frac)]
+        if limits:
+            row.append(percent_text(min(1.0, c.limit_us / c.time_us)) if c.limit_us > 0 and c.time_us > 0 else "")
+        if where:
+            row.append(page.paint("\n".join(f"{site.source} {site.what}".strip() for site in c.sites[:1]), "dim"))
+        rows.append(row)
+    head = ["", "", "time", "share", *(["of limit"] if limits else []), *(["where"] if where else [])]
+    return drawn.table(page, head, rows, right={2, 3, *([4] if limits else [])})
+
+
 def _gaps(page: Page, profile: StepProfile) -> list[str]:
     gaps = breakdown.gaps(profile, TOP_GAPS)
     if not gaps:
         return []
     lines = [page.heading("Largest gaps to the limit", "time above this machine's minimum")]
+    if page.drawn:
+        rows = [
+            [
+                (g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else ""),
+                breakdown.KIND_LABELS.get(g.kind, g.kind),
+                time_text(g.time_us),
+                time_text(g.limit_us),
+                page.paint(" · ".join(part for part in (g.layer, g.source) if part), "dim"),
+            ]
+            for g in gaps
+        ]
+        return [lines[0], *drawn.table(page, ("module", "work", "time", "limit", "where"), rows, right={2, 3})]
     names = [(g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else "") for g in gaps]
     name_width = min(max(map(len, names)), max(20, (page.width - 50) // 2))
     kind_width = min(max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps), 18)
@@ -280,9 +315,9 @@ def recommendations_text(
     return "\n".join(lines)
 
 
-def comparison_text(comparison: Comparison, width: int = 100, color: bool = False) -> str:
+def comparison_text(comparison: Comparison, width: int = 100, color: bool = False, drawn: bool = False) -> str:
     """A finished comparison as text."""
-    page = Page(max(width, MIN_WIDTH), color)
+    page = Page(max(width, MIN_WIDTH), color, drawn)
     lines = [
         *page.wrap(f"A  {comparison.a}", 5, "dim", first=2),
         *page.wrap(f"B  {comparison.b}", 5, "dim", first=2),
@@ -300,7 +335,19 @@ def comparison_text(comparison: Comparison, width: int = 100, color: bool = Fals
     return "\n".join(lines)
 
 
+def _drawn_deltas(page: Page, deltas: Sequence[Delta]) -> list[str]:
+    rows = []
+    for d in deltas:
+        change = d.change_text if d.comparable else "not comparable"
+        if d.comparable and d.ratio is not None and abs(d.ratio - 1) >= 0.02:
+            change = page.paint(change, "red" if (d.ratio > 1) != d.more_is_better else "green")
+        rows.append([d.label, numbers.value(d.a, d.unit), numbers.value(d.b, d.unit), change])
+    return drawn.table(page, ("", "A", "B", "change"), rows, right={1, 2, 3})
+
+
 def _deltas(page: Page, deltas: Sequence[Delta]) -> list[str]:
+    if page.drawn:
+        return _drawn_deltas(page, deltas)
     label_width = min(max(len(d.label) for d in deltas), page.width - 44)
     lines = [page.paint(f"  {'':<{label_width}}  {'A':>11}  {'B':>11}  {'change':>14}", "dim")]
     for d in deltas:
@@ -326,42 +373,3 @@ def checks_text(checks: Sequence[Mapping[str, str]], width: int = 100, color: bo
         lines += found[1:]
         lines += page.wrap(check.get("fix", ""), indent, style)
     return "\n".join(lines)
-
-
-def kernels_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
-    """The bundled kernels by family: what it replaces, then each source with the start of its hash and its entries."""
-    page = Page(max(width, MIN_WIDTH), color)
-    lines: list[str] = []
-    for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
-        sources = list(group)
-        lines += [*([""] if lines else []), page.heading(family, counted(len(sources), "source"))]
-        lines += page.wrap(f"in place of {sources[0]['replaces']}", 4, first=2)
-        longest = max(len(str(source["kernel"])) for source in sources)
-        for source in sources:
-            lines.append(f"  {source['kernel']!s:<{longest}}  " + page.paint(f"sha256 {source['sha256']}", "dim"))
-            lines += page.wrap(str(source["entries"]), 6, "dim")
-    return "\n".join(lines)
-
-
-def verification_text(records: Sequence[Mapping[str, object]], width: int = 100, color: bool = False) -> str:
-    """What became of kernels' cases, a line a family; each that is wrong with what is, and once why others are left to PyTorch."""
-    page = Page(max(width, MIN_WIDTH), color)
-    longest = max((len(str(record["family"])) for record in records), default=0)
-    lines: list[str] = []
-    for family, group in itertools.groupby(records, key=lambda record: str(record["family"])):
-        cases = list(group)
-        lines.append(f"{family:<{longest}}  " + _verdict(cases, page))
-        for case in cases:
-            if case["passed"] is False:
-                lines += page.wrap(f"{case['case']}: {case['detail']}", 6, "red", first=4)
-        for reason in dict.fromkeys(str(case["detail"]) for case in cases if case["passed"] is None):
-            lines += page.wrap(reason, 6, "dim", first=4)
-    return "\n".join([*lines, "", _verdict(records, page)])
-
-
-def _verdict(cases: Sequence[Mapping[str, object]], page: Page) -> str:
-    passed, wrong, left = (sum(case["passed"] is verdict for case in cases) for verdict in (True, False, None))
-    told = [page.paint(f"{passed:,} right", "green")] if passed else []
-    told += [page.paint(f"{wrong:,} wrong", "red", "bold")] if wrong else []
-    told += [f"{left:,} left to PyTorch"] if left else []
-    return f"{counted(len(cases), 'case')}: " + ", ".join(told)

@@ -6,7 +6,7 @@ import statistics
 
 from advisor.core.units import counted, samples_text, time_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
-from advisor.reporting import numbers, places, wording
+from advisor.reporting import drawn, numbers, places, wording
 from advisor.reporting.page import MIN_WIDTH, Page, clip, clip_path, printable
 
 _STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE: "cyan", UNCONFIRMED: "cyan"}
@@ -22,12 +22,15 @@ def trials_text(
     command: str = "advisor",
     plan: str = "",
     listed_in: str = "report.html",
+    headline: bool = True,
+    drawn: bool = False,
 ) -> str:
     """What `apply` shows: a line for each trial, then how many places those kept have, then the stack against the plain script,
-    files and the next command. `listed_in` is the file that has every place by its path.
+    files and the next command. `listed_in` is the file that has every place by its path. `headline`: the verdict comes first.
     """
-    page = Page(max(width, MIN_WIDTH), color)
-    blocks = [_trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
+    page = Page(max(width, MIN_WIDTH), color, drawn)
+    verdict = page.wrap(wording.trials_headline(log), 0, "bold") if headline and log.verdicts else []
+    blocks = [verdict, _trials(page, log), _places(page, log, listed_in), _stack(page, log), _written(page, log)]
     if following := wording.next_of_trials(log, command, plan):
         note = "settles the unconfirmed changes in fresh runs, without a search" if not wording.usable(log) else ""
         blocks.append([page.heading("Next", note), "  " + page.paint(printable(following), "cyan")])
@@ -38,9 +41,10 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
     lines = [page.heading("Trials", f"{counted(len(log.verdicts), 'change')}, {time_text(log.seconds * 1e6)} in all")]
     if not log.verdicts:
         return [*lines, "  Nothing was tried."]
-    lines += page.wrap(wording.trials_headline(log), 2, "bold")
     if where := wording.spent(log):
         lines += page.wrap(f"Time: {where}.", 2, "dim")
+    if page.drawn:
+        return [*lines, *_drawn_trials(page, log), *_explained(page, log)]
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):
         lines += page.wrap(wording.round_headline(log, 1), 2, "bold")
@@ -65,6 +69,32 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
         else:
             lines.append(line + painted)
             lines += page.wrap(reason, 6, "dim", first=4)
+    return lines + _explained(page, log)
+
+
+def _drawn_trials(page: Page, log: TrialLog) -> list[str]:
+    """A table a round."""
+    lines: list[str] = []
+    for number in sorted({v.round for v in log.verdicts}):
+        if any(v.round > 1 for v in log.verdicts):
+            lines += page.wrap(wording.round_headline(log, number), 2, "bold")
+        rows = [
+            [
+                v.title or v.transform,
+                numbers.gain(v.predicted),
+                numbers.gain(v.gain),
+                page.paint(v.status, _STATUS_COLORS.get(v.status, "dim")),
+                page.paint(printable(wording.reason(v)), "dim"),
+            ]
+            for v in log.verdicts
+            if v.round == number
+        ]
+        lines += drawn.table(page, ("change", "predicted", "measured", "verdict", "why"), rows, right={1, 2})
+    return lines
+
+
+def _explained(page: Page, log: TrialLog) -> list[str]:
+    lines: list[str] = []
     if any(v.predicted is not None or v.gain is not None for v in log.verdicts):
         text = "Predicted: the share of the step that the change would save, as profiled for its round."
         if percent := wording.confidence(log):

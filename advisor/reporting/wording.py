@@ -164,7 +164,7 @@ def _verdict(profile: StepProfile, findings: Findings) -> str:
     if first is not None:
         predicted = first.card.predicted
         saved = f" (could save {saves(predicted)})" if predicted is not None else ""
-        return f"{open_yet} First to fix: {_clause(first.lead.title)}{saved}.".strip()
+        return f"First to fix: {_clause(first.lead.title)}{saved}. {open_yet}".strip()
     frac = breakdown.limit_frac(profile)
     if open_yet:
         return open_yet

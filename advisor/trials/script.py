@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from advisor.core.units import time_text
 from advisor.distributed import starting
 from advisor.distributed.place import FAILED, LOST, REFUSED
 from advisor.loop.session import Session
@@ -81,6 +82,7 @@ class Script:
     on_trial: str = ""  # the change that the latest process has said that it tries, and has no verdict on
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
+    _until_unix_s: float = 0.0  # of the latest process, when its trials are over
     _said_from: int = 0  # in the file of its output, where the latest process's begins
 
     @property
@@ -135,6 +137,7 @@ class Script:
     def orders(self, mode: str, **orders: Any) -> Session:
         """The orders of a process that begins now, or goes on with these."""
         (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
+        self._until_unix_s = float(orders.get("deadline_unix_s") or 0.0)
         with suppress(OSError):
             self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
         return Session(
@@ -159,6 +162,11 @@ class Script:
             self.rank_failed = starting.dead_rank(_tail(self.run_dir / records.OUTPUT_FILE, self._said_from))
         self._look_for_steps(ended)
         return Ended(ended)
+
+    def _left(self) -> str:
+        """What is left of a search that has an end, as a message goes on."""
+        left_s = self._until_unix_s - time.time()
+        return f" (at most {time_text(left_s * 1e6)} left for trials)" if left_s > 0 else ""
 
     def _look_for_steps(self, ended: Exit) -> None:
         """No further process is started where this one had no step, and not by the script's doing or somebody's wish."""
@@ -198,7 +206,7 @@ class Script:
             self.on_trial = str(event.get("transform"))
             pairs = event.get("pairs")
             again = f"going on with {name} ({pairs} pairs so far)" if pairs else ""
-            self.say(again or f"trying {name}")
+            self.say(again or f"trying {name}{self._left()}")
         elif kind == "verdict":
             self.on_trial = ""
             self.model_hash = str(event.get("model") or self.model_hash)

@@ -286,7 +286,8 @@ class StackTrial:
         waiting = list(kinds)
         while waiting and kept and not self.script.over:
             kind = waiting.pop(0)
-            self.script.say(f"{what}: {'the plain script' if kind == PLAIN else 'all kept changes'}")
+            # Worded alike, whichever arm it is: how long the others take is told by those that are over.
+            self.script.say(f"{what}: run {len(kinds) - len(waiting)} of {len(kinds)}")
             # A seed for each turn: the plain runs then span what chance does to the losses, where the same seed twice would
             # span nothing, and a training that rounding sends another way would look broken.
             turn = runs.begun[kind]

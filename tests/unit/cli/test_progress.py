@@ -5,7 +5,7 @@ import io
 import pytest
 import screen
 
-from advisor.cli.progress import Progress
+from advisor.cli.progress import BAR, Progress
 
 
 class Terminal(io.StringIO):
@@ -148,3 +148,33 @@ def test_what_is_short_does_not(monkeypatch):
         now[0] += 0.1
         say(f"timed: {done} of 10 steps")
     assert "left" not in stream.getvalue()
+
+
+class Encoded(Terminal):
+    encoding = "utf-8"
+
+
+@pytest.mark.parametrize("no_color", ["", "1"])
+def test_a_message_that_counts_on_has_a_bar_while_it_may_change(monkeypatch, no_color):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", no_color)
+    stream = Encoded()
+    with Progress(stream, live=True) as say:
+        say("measuring pool: case 1 of 4")
+        say("measuring pool: case 3 of 4")
+    first, second, last = stream.getvalue().removeprefix("\r\x1b[2K").split("\r\x1b[2K")
+    assert ("\x1b[" in second) is (not no_color)
+    if no_color:  # the bar is as long as what is done
+        assert (first.count("━"), second.count("━")) == (BAR // 4, 3 * BAR // 4)
+    assert first.startswith("[advisor] measuring pool: case 1 of 4  ")
+    assert last == "[advisor] measuring pool: case 3 of 4\n"  # and gone when the line stays
+
+
+def test_a_stream_that_has_no_such_characters_gets_no_bar(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    stream = Terminal()  # of no known encoding
+    with Progress(stream, live=True) as say:
+        say("case 1 of 4")
+    assert stream.getvalue() == "\r\x1b[2K[advisor] case 1 of 4\n"

@@ -8,7 +8,7 @@ import samples
 
 from advisor.core.findings import Finding, Findings, Interval, Outcome
 from advisor.core.profile import StepProfile
-from advisor.reporting import machine, terminal, terminal_trials
+from advisor.reporting import machine, terminal, terminal_kernels, terminal_trials
 from advisor.reporting.compare import compare_profiles
 from advisor.reporting.html import report_html
 from advisor.rules import cards
@@ -162,7 +162,7 @@ def test_of_a_verification_what_is_wrong_is_told_and_the_rest_counted():
 
     why = "not for this GPU: sm_80 lacks the products of warpgroups that sm_90 has"
     rows = [*[case("conv3x3", None, why)] * 3, case("pooling", True), case("pooling", False, "two runs differ; " * 9)]
-    text = terminal.verification_text(rows, 80)
+    text = terminal_kernels.verification_text(rows, 80)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0] == "conv3x3  3 cases: 3 left to PyTorch"
@@ -172,7 +172,7 @@ def test_of_a_verification_what_is_wrong_is_told_and_the_rest_counted():
     assert " ".join(text.split()).count("two runs differ") == 9
     assert text.count("sm_80") == 1
     assert lines[-2:] == ["", "5 cases: 1 right, 1 wrong, 3 left to PyTorch"]
-    assert "\x1b[31m" in terminal.verification_text(rows, 80, color=True)
+    assert "\x1b[31m" in terminal_kernels.verification_text(rows, 80, color=True)
 
 
 @pytest.mark.parametrize("width", [72, 80, 100, 137])
@@ -231,7 +231,7 @@ def test_notes_of_a_search_are_no_files():
 def test_a_family_says_once_what_it_replaces():
     shared = {"family": "pooling", "replaces": "max_pool2d, training, " + "channels_last " * 8, "sha256": "ab12"}
     sources = [{**shared, "kernel": f"pooling/{name}.cu", "entries": ", ".join([name] * 9)} for name in ("max", "mean")]
-    lines = terminal.kernels_text([*sources, {**sources[0], "family": "upsample"}], 80).splitlines()
+    lines = terminal_kernels.kernels_text([*sources, {**sources[0], "family": "upsample"}], 80).splitlines()
     assert max(map(len, lines)) <= 80
     assert [line for line in lines if not line.startswith(" ")] == ["pooling  2 sources", "", "upsample  1 source"]
     assert sum("in place of max_pool2d" in line for line in lines) == 2
