@@ -190,8 +190,12 @@ def _apart(ratio: float) -> str:
 
 
 def _ratio_text(ratio: float, low: float, high: float) -> str:
-    """B beside A in words, with the interval: `3.0 % slower (2.6 % slower to 3.4 % slower, 99 % interval)`."""
-    interval = f"{_apart(low)} to {_apart(high)}"
+    """B beside A in words, with the interval: `3.0 % slower (2.6 % to 3.4 %, 99 % interval)`."""
+    (first, word), (second, other) = (_apart(bound).rsplit(" ", 1) for bound in (low, high))
+    if word == other:  # both on one side: the smaller difference first
+        interval = f"{second} to {first}" if word == "faster" else f"{first} to {second}"
+    else:
+        interval = f"{first} {word} to {second} {other}"
     return f"{_apart(ratio)} ({interval}, {100 * CONFIDENCE:g} % interval)"
 
 
