@@ -19,9 +19,9 @@ from typing import Any
 
 from torch import distributed
 
+from advisor.distributed.place import BOARD_FILE
 from advisor.loop.sources import Lines
 
-BOARD_FILE = "board"
 EVERY_S = 2.0
 # Where a rank stands that waits for others: in a collective, in a backward pass that ends with one, for a device that does.
 _WAITS = tuple(
@@ -66,11 +66,22 @@ class Board:
 class Watch:
     """Tells when no rank has made a step for `patience_s`, and where each is: `lost` is called then, once in each rank.
 
-    Rank 0 is the first to do so; the others follow where it does not, because it is gone or lets no thread run.
+    Rank 0 is the first to do so; the others follow where it does not, because it is gone or lets no thread run. `again`: it goes on
+    watching, and tells only where some wait for others: an evaluation has no steps either.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, *, patience_s: float, lost: Callable[[Lost], None]) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        ranks: int,
+        *,
+        patience_s: float,
+        lost: Callable[[Lost], None],
+        again: bool = False,
+    ) -> None:
         self._store, self._rank, self._ranks, self._patience_s, self._lost = store, rank, ranks, patience_s, lost
+        self._again, self._every_s = again, max(EVERY_S, patience_s / 20)
         self._main, self._lines = threading.main_thread().ident, Lines()
         self.steps = 0  # counted by whoever sees boundaries
         self.resting = False  # no step is to be expected: a change is judged, and the board waits for its end
@@ -79,14 +90,18 @@ class Watch:
     def _run(self) -> None:
         seen, since = -1, time.monotonic()
         while True:
-            time.sleep(EVERY_S)
+            time.sleep(self._every_s)
             try:
                 self._store.set(f"advisor/at/{self._rank}", json.dumps([self.steps, *self._place()]))
                 if self.steps != seen or self.resting:
                     seen, since = self.steps, time.monotonic()
-                elif seen and time.monotonic() - since > self._patience_s + 2 * EVERY_S * self._rank:
-                    self._lost(self._told())
-                    return
+                elif seen and time.monotonic() - since > self._patience_s + 2 * self._every_s * self._rank:
+                    told, since = self._told(), time.monotonic()
+                    if not self._again:
+                        self._lost(told)
+                        return
+                    if 0 < len(told.ranks) < self._ranks:
+                        self._lost(told)
             except Exception:  # the store is gone: the job ends
                 return
 
@@ -116,19 +131,14 @@ class Watch:
 
 
 def of_run(folder: Path, *, patience_s: float) -> Board:
-    """The board of this process's ranks. All are of one host, and share the folder; `clear` is called before they start."""
+    """The board of this process's ranks. All are of one host, and share the folder; place.clear_board is called before they start."""
     return Board(_store(folder), distributed.get_rank(), distributed.get_world_size(), patience_s=patience_s)
 
 
-def watch(folder: Path, *, patience_s: float, lost: Callable[[Lost], None]) -> Watch:
+def watch(folder: Path, *, patience_s: float, lost: Callable[[Lost], None], again: bool = False) -> Watch:
     """A watch over this process's ranks."""
     ranks = distributed.get_world_size()
-    return Watch(_store(folder), distributed.get_rank(), ranks, patience_s=patience_s, lost=lost)
-
-
-def clear(folder: Path) -> None:
-    """What ranks of an earlier start have written is gone."""
-    (folder / BOARD_FILE).unlink(missing_ok=True)
+    return Watch(_store(folder), distributed.get_rank(), ranks, patience_s=patience_s, lost=lost, again=again)
 
 
 def _store(folder: Path) -> Any:

@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.distributed import shared_weights
+from advisor.distributed.board import Watch
 from advisor.distributed.place import FSDP2, ZERO1
 from advisor.distributed.refused import refuse
 from advisor.distributed.shards import Loaders
@@ -64,6 +65,7 @@ class Gradients:
         self.wrapped: list[torch.nn.Module] = []
         self._layers: list[Replicated] = []
         self._process = os.getpid()
+        self.watch: Watch | None = None  # that wants to know of steps
 
     def install(self, patches: Patches) -> None:
         """Hook module calls, backward passes and optimizers."""
@@ -159,6 +161,8 @@ class Gradients:
     def _steps(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if os.getpid() != self._process:
             return
+        if self.watch is not None:
+            self.watch.steps += 1
         for layer in self._layers:
             layer.stepped()
         if optimizer not in self._known:

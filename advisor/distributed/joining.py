@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from advisor.distributed import norms, place
+from advisor.core.stderr import say
+from advisor.distributed import board, norms, place
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import refuse
@@ -24,6 +25,8 @@ from advisor.loop.patches import Patches
 from advisor.loop.session import Session, tell
 from advisor.loop.sources import user_line
 from advisor.transforms import deferred
+
+HUNG_S = 300.0  # without a step of a training's, before it is told who holds the others up
 
 
 class Joined:
@@ -92,7 +95,15 @@ def _become_rank(session: Session) -> None:
     _refuse_others(patches)
     _tell_failures(session, rank)
     Joined.loaders, Joined.gradients = loaders, gradients
+    if session.mode == "run":
+        gradients.watch = board.watch(session.folder, patience_s=HUNG_S, lost=_tell_hung, again=True)
     tell(session, "joined", rank=rank, ranks=ranks)
+
+
+def _tell_hung(lost: board.Lost) -> None:
+    """To the user of a training that goes on: who holds the others up. PyTorch itself ends it after 10 (NCCL) or 30 minutes (gloo)."""
+    if place.rank() == 0 or 0 in lost.ranks:
+        say(str(lost))
 
 
 def _leave_group() -> None:

@@ -17,6 +17,7 @@ SEED_VARIABLE, NORMS_VARIABLE, LOCAL = "ADVISOR_COMMON_SEED", "ADVISOR_NORMS", "
 SHARE_VARIABLE = "ADVISOR_SHARE"  # one process alone, that loads of each batch what one of so many ranks would
 SHARD_VARIABLE, ZERO1, FSDP2 = "ADVISOR_SHARD", "zero1", "fsdp2"  # what ranks keep a share of; "" for nothing
 SHARDS = (ZERO1, FSDP2)
+BOARD_FILE = "board"
 # Events of ranks: one that ends by an exception of the script's; one that does not come to where the others wait; all that end because
 # the script cannot be divided.
 FAILED, LOST, REFUSED = "rank failed", "rank lost", "refused"
@@ -73,6 +74,11 @@ def share() -> int:
 def folder(number: int, run_dir: Path) -> Path:
     """What rank `number` leaves in the run folder."""
     return run_dir / "ranks" / f"rank-{number:04d}"
+
+
+def clear_board(run_dir: Path) -> None:
+    """What ranks of an earlier start have told each other (board.py) is gone."""
+    (run_dir / BOARD_FILE).unlink(missing_ok=True)
 
 
 def take() -> None:

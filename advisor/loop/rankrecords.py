@@ -6,21 +6,25 @@ has left nothing (it died, or runs on another host whose run folder is not this 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median, median_low
 
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
-from advisor.core.units import counted, time_text
+from advisor.core.units import bytes_text, counted, percent_text, time_text
 
 # A rank that spends so much more than the median one, as a share of the step, is named.
 MUCH_FRAC = 0.05
+MORE_MEMORY_FRAC = 0.1  # above the median rank's, that is told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRecord:
-    """One rank's timed steps: means of the time in the loader's `next()`, and of it for batches that were not there yet."""
+    """One rank's timed steps: means of the time in the loader's `next()`, of it for batches that were not there yet, and of all that it does
+    before its backward pass begins (profiling/inside/own_work.py). `peak_bytes`: of its device's allocator.
+    """
 
     rank: int
     ranks: int
@@ -28,6 +32,8 @@ class RankRecord:
     step_us: float
     loader_us: float
     late_us: float
+    own_us: float = 0.0
+    peak_bytes: int = 0
 
 
 def file_of(folder: Path, rank: int) -> Path:
@@ -35,7 +41,16 @@ def file_of(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank:04d}.json"
 
 
-def of(rank: int, ranks: int, walls_us: tuple[float, ...], loader_us: list[float], late_us: list[float]) -> RankRecord:
+def of(
+    rank: int,
+    ranks: int,
+    walls_us: Sequence[float],
+    loader_us: Sequence[float],
+    late_us: Sequence[float],
+    *,
+    own_us: Sequence[float] = (),
+    peak_bytes: int = 0,
+) -> RankRecord:
     """The record of a rank's clean steps."""
     return RankRecord(
         rank=rank,
@@ -44,6 +59,8 @@ def of(rank: int, ranks: int, walls_us: tuple[float, ...], loader_us: list[float
         step_us=fmean(walls_us) if walls_us else 0.0,
         loader_us=fmean(loader_us) if loader_us else 0.0,
         late_us=fmean(late_us) if late_us else 0.0,
+        own_us=median(own_us) if own_us else 0.0,
+        peak_bytes=peak_bytes,
     )
 
 
@@ -65,12 +82,33 @@ def notes(folder: Path, ranks: int, step_us: float) -> tuple[str, ...]:
         told.append(
             f"{counted(len(missing), 'rank')} of {ranks} left no record (rank {names}): the report is about the others"
         )
-    waits = sorted(record.loader_us for record in found.values())
-    middle = waits[(len(waits) - 1) // 2]
-    slowest = max(found.values(), key=lambda record: record.loader_us)
-    if step_us > 0 and slowest.loader_us - middle > MUCH_FRAC * step_us:
+    told += _slowest(list(found.values()), step_us)
+    most = max(found.values(), key=lambda record: record.peak_bytes)
+    usual = median_low(record.peak_bytes for record in found.values())
+    if most.peak_bytes > (1 + MORE_MEMORY_FRAC) * usual > 0:
         told.append(
-            f"rank {slowest.rank} spends {time_text(slowest.loader_us)} of a step in its loader, {time_text(slowest.late_us)} of it for "
-            f"batches that were not there yet, where others spend {time_text(middle)}: they wait for it when gradients are reduced"
+            f"rank {most.rank} holds {bytes_text(most.peak_bytes)} at its peak, where others hold {bytes_text(usual)}"
         )
     return tuple(told)
+
+
+def _slowest(found: Sequence[RankRecord], step_us: float) -> list[str]:
+    """The rank that the others wait for, and why: its data, else what it computes."""
+    if step_us <= 0:
+        return []
+    middle = median_low(record.loader_us for record in found)
+    slowest = max(found, key=lambda record: record.loader_us)
+    if slowest.loader_us - middle > MUCH_FRAC * step_us:
+        return [
+            f"rank {slowest.rank} spends {time_text(slowest.loader_us)} of a step in its loader, {time_text(slowest.late_us)} of it for "
+            f"batches that were not there yet, where others spend {time_text(middle)}: they wait for it when gradients are reduced"
+        ]
+    usual = median_low(record.own_us for record in found)
+    longest = max(found, key=lambda record: record.own_us)
+    if not usual or longest.own_us - usual <= MUCH_FRAC * step_us:
+        return []
+    return [
+        f"rank {longest.rank} takes {time_text(longest.own_us)} until its backward begins, where others take {time_text(usual)}, and "
+        f"no longer for its data: a slower or shared processor, or more to compute. The others wait {time_text(longest.own_us - usual)} "
+        f"of each step ({percent_text((longest.own_us - usual) / step_us)})"
+    ]

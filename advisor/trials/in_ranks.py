@@ -18,7 +18,7 @@ from advisor.core.findings import Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import counted, percent_text
 from advisor.core.verdict import FAILED, KEPT, SKIPPED, TrialLog, Verdict
-from advisor.distributed import board
+from advisor.distributed import place
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import outcome, planfile, planner, records, spent
@@ -140,7 +140,7 @@ def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[Plan
         left = records.untried(run_dir, wanted)
         if not left or time.time() >= deadline:
             break
-        board.clear(run_dir)
+        place.clear_board(run_dir)
         script.rank_failed = script.on_trial = ""
         script.start(
             "across",

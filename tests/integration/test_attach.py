@@ -17,6 +17,7 @@ import clocks
 import pytest
 
 from advisor.core import storage
+from advisor.loop import rankrecords
 from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
 from advisor.loop.session import Session
 from advisor.loop.waiting import WAITING, Stage, Waiting
@@ -725,7 +726,7 @@ def test_all_ranks_of_torchrun_stop_at_the_same_step(tmp_path: Path) -> None:
     write(
         tmp_path,
         """
-        import os, torch, torch.distributed as dist
+        import os, time, torch, torch.distributed as dist
         torch.set_num_threads(1)
         from torch import nn
         dist.init_process_group("gloo")
@@ -736,7 +737,9 @@ def test_all_ranks_of_torchrun_stop_at_the_same_step(tmp_path: Path) -> None:
         try:
             for _ in range(1000):
                 optimizer.zero_grad()
-                model(torch.randn(3 + rank, 4)).sum().backward()
+                loss = model(torch.randn(3 + rank, 4)).sum()
+                time.sleep(0.03 * rank)
+                loss.backward()
                 done += 1
                 optimizer.step()
             print("not stopped")
@@ -755,3 +758,5 @@ def test_all_ranks_of_torchrun_stop_at_the_same_step(tmp_path: Path) -> None:
     facts = storage.load(run_dir / FACTS_FILE, FactsRecord)
     assert (facts.model.distributed, facts.model.world_size, facts.model.backend) == ("ddp", 2, "gloo")
     assert facts.model.roots == ("Linear",)
+    (told,) = rankrecords.notes(run_dir, 2, 3e4)  # for which each has left a record
+    assert told.startswith("rank 1 takes 3")

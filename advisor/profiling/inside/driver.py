@@ -15,6 +15,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from advisor.core import storage
 from advisor.core.profile import MemoryStats, Site
 from advisor.core.stderr import say
@@ -45,6 +47,7 @@ from advisor.profiling.inside.facts import model_facts
 from advisor.profiling.inside.inputfacts import input_stats
 from advisor.profiling.inside.loading.watch import LoaderWatch
 from advisor.profiling.inside.memory import MemoryProbe
+from advisor.profiling.inside.own_work import OwnWork
 
 # Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
 WARMUP_S, TIMED_S, TRACED_S = 20.0, 60.0, 30.0
@@ -80,6 +83,7 @@ class ProfileDriver:
         self._timed_boundaries: list[StepEvent] = []
         self._loader_us: list[float] = []
         self._late_us: list[float] = []
+        self._own: OwnWork | None = None  # of several ranks
         self._iterators = 0  # in the timed steps
         self._backwards: list[int] = []
         self._timed: Window | None = None
@@ -173,6 +177,8 @@ class ProfileDriver:
             self._graphs = self._graphs_seen = compiled_graphs()
             self._since = Compilations()
         self._timed_boundaries = [step]
+        if ranks.group()[1] > 1:
+            self._own = OwnWork(self.training.device, self.watcher.patches, step)
         self._timed = window(step)
         if not self.handful:
             self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
@@ -181,6 +187,8 @@ class ProfileDriver:
     def _time(self, step: StepEvent) -> None:
         interval = self.watcher.interval
         self._timed_boundaries.append(step)
+        if self._own is not None:
+            self._own.boundary(step)
         self._iterators += interval.iterators
         if step.clean:
             self._loader_us.append(interval.loader_ns / 1e3)
@@ -234,6 +242,7 @@ class ProfileDriver:
     def _begin_trace(self, step: StepEvent) -> None:
         self._timed = window(step, self._timed)
         self.phase = "traced"
+        self._save_rank()
         if not self.records:
             return
         self._measure()
@@ -444,7 +453,10 @@ class ProfileDriver:
         rank, count = ranks.group()
         if count > 1:
             walls = step_times([_without_event(step) for step in self._timed_boundaries]).wall_us
-            record = rankrecords.of(rank, count, walls, self._loader_us, self._late_us)
+            own_us = self._own.times_us() if self._own is not None else []
+            device = self.training.device
+            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+            record = rankrecords.of(rank, count, walls, self._loader_us, self._late_us, own_us=own_us, peak_bytes=peak)
             with suppress(OSError):
                 storage.save(rankrecords.file_of(self.session.folder, rank), record)
 

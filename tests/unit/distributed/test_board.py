@@ -89,3 +89,28 @@ def test_while_a_change_is_judged_no_step_is_waited_for(monkeypatch: pytest.Monk
     with pytest.raises(KeyboardInterrupt):
         watch._run()
     assert not told
+
+
+def test_a_training_that_goes_on_is_watched_on_and_an_evaluation_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both at work: nothing is told. Then rank 1 waits for rank 0: each time that patience ends."""
+    store, told, slept = Store(), [], []
+
+    def sleep(seconds: float) -> None:
+        slept.append(seconds)
+        store.set("advisor/at/0", '[9, "data.py:3", false]')
+        store.set("advisor/at/1", f'[9, "train.py:9", {"true" if len(slept) > 100 else "false"}]')
+        if len(slept) > 200:
+            raise KeyboardInterrupt
+
+    clock = iter(range(0, 100_000, 15))
+    monkeypatch.setattr(board, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(board.threading, "Thread", lambda **how: SimpleNamespace(start=lambda: None))
+    watch = board.Watch(
+        store, 0, 2, patience_s=300.0, lost=lambda lost: told.append((len(slept), lost.ranks)), again=True
+    )
+    watch.steps = 9
+    monkeypatch.setattr(watch, "_place", lambda: ("data.py:3", False))
+    with pytest.raises(KeyboardInterrupt):
+        watch._run()
+    assert len(told) > 1
+    assert all(at > 100 and ranks == [0] for at, ranks in told)

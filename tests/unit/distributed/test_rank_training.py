@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from advisor.distributed import gradients as gradients_module
-from advisor.distributed import joining, norms, place, shared_weights
+from advisor.distributed import joining, norms, place, shards, shared_weights
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
@@ -233,3 +233,33 @@ def test_a_models_calls_are_seen_and_traced_through(patches: Patches) -> None:
         net(torch.ones(2, 3))
     assert not gradients.inside_model
     torch.compile(Net(), backend="eager", fullgraph=True)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("does", "because"),
+    [
+        (lambda: torch.distributed.init_process_group("gloo"), "a process group of its own"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2)), "over several GPUs"),
+    ],
+)
+def test_a_script_that_trains_in_several_by_itself_is_refused_with_its_line(
+    patches: Patches,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    does: Callable[[], object],
+    because: str,
+) -> None:
+    monkeypatch.setattr(nn.DataParallel, "__init__", lambda module, *_: setattr(module, "device_ids", [0, 1]))
+    joining._refuse_others(patches)
+    with pytest.raises(Refused):
+        does()
+    assert re.search(rf"test_rank_training.py:\d+: .*{because}", capsys.readouterr().err)
+
+
+def test_ranks_that_have_drawn_another_split_are_refused(
+    patches: Patches, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda found, *_: found.add_(torch.tensor([1, 0])))
+    with pytest.raises(Refused):
+        shards._agree(7, "an epoch")
+    assert re.search(r"test_rank_training.py:\d+: ranks have drawn different samples", capsys.readouterr().err)

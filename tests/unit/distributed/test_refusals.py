@@ -20,6 +20,13 @@ from advisor.distributed import refusals
         "x = lam * x + (1 - lam) * x.flip(0)",
         "loss = F.cross_entropy(logits, y, reduction='sum')",
         "from pytorch_metric_learning import losses",
+        "from torchvision.transforms.v2 import CutMix",
+        "mix = v2.MixUp(num_classes=10)",
+        "criterion = SupConLoss(temperature=0.1)",
+        "loss = nt_xent(a, b)",
+        "logits = image_features @ text_features.t()",
+        "s = torch.einsum('nc,mc->nm', z, z)",
+        "s = torch.einsum('ic,jc->ij', z_i, z_j)",
     ],
 )
 def test_what_sees_more_of_a_batch_than_one_sample_is_told_with_its_line(tmp_path: Path, line: str) -> None:
@@ -38,12 +45,28 @@ def test_what_sees_more_of_a_batch_than_one_sample_is_told_with_its_line(tmp_pat
         "order = torch.randperm(len(dataset))",
         "data = dataset[torch.randperm(9)]",
         "loss = F.cross_entropy(logits, y, reduction='mean')",
+        "y = features @ weight.t()",
+        "s = torch.einsum('bchw,dc->bdhw', x, w)",
+        "s = torch.einsum('nc,nc->n', z, z)",
+        "train, val = indices[torch.randperm(9)], 0",
+        "loss = nn.TripletMarginLoss()(anchor, positive, negative)",
     ],
 )
 def test_what_looks_like_it_is_let_be(tmp_path: Path, line: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(f"import torch\n{line}\n")
     assert refusals.read(script) == [] or "dataset" in line
+
+
+def test_mixup_as_its_authors_wrote_it_is_told(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "index = torch.randperm(x.size(0)).cuda()\n"
+        "mixed_x = lam * x + (1 - lam) * x[index, :]\n"
+        "y_a, y_b = y, y[index]\n"
+        "part = order[index]\n"
+    )
+    assert [refusal.line for refusal in refusals.read(script)] == [f"{script}:2", f"{script}:3"]
 
 
 def test_modules_beside_the_script_are_read_too(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 from advisor.core.errors import AdvisorError
 from advisor.distributed import place, starting
 from advisor.profiling.beside.command import ScriptCommand
+from advisor.trials.script import last_line
 
 TOLD = """
 Failures:
@@ -70,3 +71,35 @@ def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         place._see_one_gpu(1)
         assert place.os.environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+TAKEN = """[W1127 socket.cpp:245] The server socket has failed to bind to 0.0.0.0:29500 (errno: 98 - Address already in use).
+Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    torch.distributed.init_process_group("gloo")
+torch.distributed.DistNetworkError: The server socket has failed to listen on any local network address. port: 29500, EADDRINUSE
+Exception raised from makeWithPort at TCPStore.cpp:1234 (most recent call first):
+frame #0: c10::Error::Error(c10::SourceLocation) + 0x80 (0x7f8 in libc10.so)
+"""
+REFUSED = """[rank1]: Traceback (most recent call last):
+[rank1]:   File "train.py", line 9, in <module>
+[rank1]:     net = DistributedDataParallel(net)
+[rank1]: torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:3384, unhandled system error, NCCL version 2.27.5
+[rank1]: ncclSystemError: System call (e.g. socket, malloc) or external library call failed or device error.
+[rank1]: Last error:
+[rank1]: Error while creating shared memory segment
+"""
+
+
+@pytest.mark.parametrize(
+    ("output", "told"),
+    [
+        (TAKEN, "torch.distributed.DistNetworkError: The server socket"),
+        (REFUSED, "torch.distributed.DistBackendError: NCCL error"),
+    ],
+    ids=["port taken", "NCCL refused"],
+)
+def test_why_ranks_could_not_meet_is_one_line(tmp_path: Path, output: str, told: str) -> None:
+    path = tmp_path / "script-output.log"
+    path.write_text(output)
+    assert last_line(path).startswith(told)
