@@ -169,9 +169,8 @@ def count(done: Sequence[tuple[Case, list[OpRow]]]) -> Iterator[list[OpRow]]:
             for case, rows in done:
                 shares = _shares(case, counting)
                 _free()
-                for row in rows:
-                    if row.pass_ in shares:
-                        print(f"{row.name:24} {row.pass_:8} {units.text(shares[row.pass_])}", flush=True)
+                for row in (row for row in rows if row.pass_ in shares):
+                    print(f"{row.name:24} {row.pass_:8} {units.text(shares[row.pass_])}", flush=True)
                 yield [replace(row, units=shares.get(row.pass_)) for row in rows]
     except CountersUnavailable as error:
         print(f"not counted: {error}", flush=True)

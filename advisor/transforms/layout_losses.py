@@ -36,10 +36,9 @@ def layout_losses(training: Training) -> tuple[str, ...]:
             calls.paused(),
             ForwardStack.without([target_of(training, root) for root in training.roots], CAPTURED),
         ):
-            for root in training.roots:
+            for root in (root for root in training.roots if root.args or root.kwargs):
                 with contextlib.suppress(Exception):  # the forward is the script's own code
-                    if root.args or root.kwargs:
-                        replay(root)
+                    replay(root)
     finally:
         for hook in hooks:
             hook.remove()

@@ -326,10 +326,7 @@ def process_speedup(
             of one process is as uncertain as the other's processes are apart.
         Either compares as many steps of each run as the shortest has.
     """
-    arms = [[[s for s in steps if math.isfinite(s) and s > 0] for steps in arm] for arm in (plain, stack)]
-    if alike or means:
-        shortest = min((len(steps) for arm in arms for steps in arm if steps), default=0)
-        arms = [[steps[:shortest] for steps in arm] for arm in arms]
+    arms = _same_lengths(plain, stack) if alike or means else [_usable(plain), _usable(stack)]
     logs = [[block_logs(_blocks(steps), means=means) for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
@@ -365,6 +362,17 @@ def process_speedup(
     degrees = total**2 / (by_blocks + by_processes)
     half = t_quantile(0.5 + confidence / 2.0, max(1.0, degrees)) * math.sqrt(total)
     return math.exp(difference - half), math.exp(difference), math.exp(difference + half)
+
+
+def _usable(arm: Sequence[Sequence[float]]) -> list[list[float]]:
+    return [[s for s in steps if math.isfinite(s) and s > 0] for steps in arm]
+
+
+def _same_lengths(*given: Sequence[Sequence[float]]) -> list[list[list[float]]]:
+    """As many steps of each run as the shortest has."""
+    arms = [_usable(arm) for arm in given]
+    shortest = min((len(steps) for arm in arms for steps in arm if steps), default=0)
+    return [[steps[:shortest] for steps in arm] for arm in arms]
 
 
 def _without_course(processes: Sequence[list[float]]) -> float:

@@ -75,16 +75,18 @@ def noted() -> Sequence[Path]:
         folder = cache_dir() / "searches"
         state = folder, folder.stat().st_mtime_ns
         if _seen is None or _seen[0] != state:
-            found = []
-            for note in sorted(folder.iterdir()):
-                with contextlib.suppress(OSError):
-                    _, machine, run_dir = _read(note)
-                    if run_dir is not None and machine == platform.node():
-                        found.append(run_dir)
-            _seen = state, found
+            _seen = state, [run_dir for note in sorted(folder.iterdir()) if (run_dir := _folder_here(note)) is not None]
         return _seen[1]
     except OSError:
         return []
+
+
+def _folder_here(note: Path) -> Path | None:
+    """The run folder that a note is about, if it is on this machine and the note can be read."""
+    with contextlib.suppress(OSError):
+        _, machine, run_dir = _read(note)
+        return run_dir if machine == platform.node() else None
+    return None
 
 
 def join(run_dir: Path) -> None:

@@ -33,6 +33,19 @@ class InFlight:
         self.done = False
 
 
+def _constants(outputs: list[Any]) -> dict[int, Any]:
+    """By position, what a forward returns beside tensors.
+
+    Raises:
+        TypeError: for what has to be made anew.
+    """
+    found = {i: o for i, o in enumerate(outputs) if not isinstance(o, torch.Tensor)}
+    for constant in found.values():
+        if not isinstance(constant, _CONSTANT):
+            raise TypeError(f"it returns a {type(constant).__name__}, which no replay would make")
+    return found
+
+
 class Captured:
     """A graph of a module's forward, and one of its backward where something in it needs a gradient.
 
@@ -84,10 +97,7 @@ class Captured:
                     output = inner(*args, **kwargs)
                 self.computed, made = stay.computed()
                 flat, self.structure = pytree.tree_flatten(output)
-                self.constants = {i: o for i, o in enumerate(flat) if not isinstance(o, torch.Tensor)}
-                for constant in self.constants.values():
-                    if not isinstance(constant, _CONSTANT):
-                        raise TypeError(f"it returns a {type(constant).__name__}, which no replay would make")
+                self.constants = _constants(flat)
                 flat = [*(o for o in flat if isinstance(o, torch.Tensor)), *made]
                 self.differentiable = [o.requires_grad for o in flat]
                 wanted = [o for o in flat if o.requires_grad]

@@ -98,6 +98,10 @@ def _check(what: str, error: float, size: float, bound: float) -> Check:
     return Check(passed=ratio <= 1.0, detail=f"{what} off by {relative:.1e}", numbers=numbers)
 
 
+def _numbers_of(state: dict[str, Any]) -> list[tuple[str, torch.Tensor]]:
+    return [(n, v) for n, v in state.items() if isinstance(v, torch.Tensor) and v.is_floating_point()]
+
+
 def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], user_hooks: dict[Any, Any]) -> Moves:
     """What two steps in a row do; parameters, gradients and optimizer state are put back.
 
@@ -126,11 +130,11 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
             optimizer.step()
             moves: Moves = {UPDATE: {p: p.detach() - old for p, old in before.items()}}
             for p in parameters:
-                for name, value in optimizer.state[p].items():
-                    if isinstance(value, torch.Tensor) and value.is_floating_point():
-                        _, old = states.get(p, {}).get(name, (None, None))
-                        known = isinstance(old, torch.Tensor) and old.shape == value.shape
-                        moves.setdefault(name, {})[p] = value - old if known else value.clone()
+                entries = states.get(p, {})
+                for name, value in _numbers_of(optimizer.state[p]):
+                    _, old = entries.get(name, (None, None))
+                    known = isinstance(old, torch.Tensor) and old.shape == value.shape
+                    moves.setdefault(name, {})[p] = value - old if known else value.clone()
         return moves
     finally:
         held.update(removed)
@@ -138,17 +142,22 @@ def _moves(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor], use
             for parameter, old in before.items():
                 parameter.copy_(old)
             give_gradients(users=True)
-            for key in list(optimizer.state):
-                if key not in states:
-                    del optimizer.state[key]
-            for key, entries in states.items():
-                kept = optimizer.state[key]
-                for name in [n for n in kept if n not in entries]:
-                    del kept[name]
-                for name, (value, copy) in entries.items():
-                    if isinstance(value, torch.Tensor):
-                        value.copy_(copy)
-                    kept[name] = value
+            _put_back(optimizer, states)
+
+
+def _put_back(optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, tuple[Any, Any]]]) -> None:
+    """The optimizer's state is what it was: each entry, and what was in it."""
+    for key in list(optimizer.state):
+        if key not in states:
+            del optimizer.state[key]
+    for key, entries in states.items():
+        kept = optimizer.state[key]
+        for name in [n for n in kept if n not in entries]:
+            del kept[name]
+        for name, (value, copy) in entries.items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(copy)
+            kept[name] = value
 
 
 def _laid_as(parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
