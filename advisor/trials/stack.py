@@ -91,7 +91,7 @@ class StackTrial:
                     if proof.clear(verdict):
                         break
                 kinds = kinds[2:]
-            self._gather(runs, kinds, kept, what)
+            self._gather(runs, kinds, kept, what, while_time=bool(runs.plain and runs.stack))
             if self.script.over:
                 return before or self._cut_short()
             if not kept:
@@ -103,9 +103,8 @@ class StackTrial:
             verdict = self._judge(runs.plain, runs.stack, kept)
             if verdict.passed is False and number == 1 and proof.apart(runs.plain, runs.stack, kept):
                 # Two plain runs say little of how far chance takes a training whose losses still swing.
-                self._gather(
-                    runs, (PLAIN, PLAIN), kept, "the losses differ; measuring how much the plain script's losses vary"
-                )
+                why = "the losses differ; measuring how much the plain script's losses vary"
+                self._gather(runs, (PLAIN, PLAIN), kept, why, while_time=True)
                 if self.script.over:
                     return before or self._cut_short()
                 verdict = self._judge(runs.plain, runs.stack, kept)
@@ -128,9 +127,12 @@ class StackTrial:
             if kept:
                 runs = _Runs(plain=runs.plain)
                 without = ", ".join(transform_table.title(item.transform) for item in dropped)
-                self._gather(runs, (STACK, STACK), kept, f"without {without}")
+                self._gather(runs, (STACK, STACK), kept, f"without {without}", while_time=True)
                 if self.script.over:
                     return before or self._cut_short()
+                if not runs.stack:
+                    late = StackVerdict(passed=None, detail=f"the plan without {without} was not measured")
+                    return self._back_to(before, kept, late) or self._unproved(kept, late.detail, late)
             if not kept:
                 open_yet = dataclasses.replace(verdict, passed=None) if hidden else verdict
                 return self._unproved(kept, f"nothing is kept: {verdict.detail}", open_yet)
@@ -281,10 +283,17 @@ class StackTrial:
 
     # -- fresh runs -------------------------------------------------------------------------------------------------
 
-    def _gather(self, runs: _Runs, kinds: Sequence[str], kept: list[PlanItem], what: str) -> None:
-        """Add runs of these kinds, in this order; what they cannot apply leaves `kept`, with the runs that had it."""
+    def _gather(
+        self, runs: _Runs, kinds: Sequence[str], kept: list[PlanItem], what: str, *, while_time: bool = False
+    ) -> None:
+        """Add runs of these kinds, in this order; what they cannot apply leaves `kept`, with the runs that had it.
+
+        while_time: only runs that end before the time allowed does, by what the last one took, or hardly later.
+        """
         waiting = list(kinds)
         while waiting and kept and not self.script.over:
+            if while_time and time.time() + self.runs.last_s > self.budget.latest:
+                return
             kind = waiting.pop(0)
             # Worded alike, whichever arm it is: how long the others take is told by those that are over.
             self.script.say(f"{what}: run {len(kinds) - len(waiting)} of {len(kinds)}")

@@ -1,6 +1,7 @@
 """The supervisor's side, with children that are told what to leave in the run folder."""
 
 import dataclasses
+import itertools
 import random
 import re
 import signal
@@ -1529,3 +1530,25 @@ def test_a_whole_that_is_hardly_faster_has_two_runs_of_each_kind_at_once(script)
     whole_kept(script)
     apply(script, *WHOLE, "set_to_none")
     assert [mode for mode, _ in modes(script)][:6] == ["search", *["measure"] * 4, "search"]
+
+
+def test_what_does_not_hold_together_is_not_taken_apart_beyond_the_time_allowed(script, clock):
+    """Each fresh run takes 30 s of 120, and no part of five changes is faster: a proof that goes on as long as it likes takes 400 s."""
+    names = ("tf32", "channels_last", "conv_bias", "fused_optimizer", "compile")
+    script.verdicts = dict.fromkeys(names, "kept")
+    slower = (itertools.permutations(names, count) for count in range(1, len(names) + 1))
+    script.step_us |= dict.fromkeys(itertools.chain.from_iterable(slower), 1500.0)
+    measure = script.measure
+
+    def slowly(session):
+        clock.sleep(30.0)
+        return measure(session)
+
+    script.measure = slowly
+    began = clock.time()
+    log, plan, code, verdicts = apply(script, *names, max_time_s=120.0)
+    assert clock.time() - began <= (1 + budget.OVERRUN_SHARE) * 120.0 + 30.0
+    assert code == 4
+    assert log.stack.passed is not True
+    assert not any(item.status == "kept" for item in plan.items)
+    assert {v.status for v in verdicts.values()} <= {"unconfirmed", "reverted", "inconclusive"}
