@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from advisor.profiling.machine import hostload
 
+# Python's own allocator serves objects of up to so many bytes, in memory that is not glibc's (Objects/obmalloc.c).
+SMALL_OBJECT_BYTES = 512
 # Readings fewer than these tell a trend from nothing else.
 LEAST_READINGS = 5
 # A stretch between two readings that grows by less than this share of the mean is no steady growth; one of them may (a list that doubles its
@@ -79,6 +82,17 @@ def resident_bytes() -> float | None:
     except (OSError, IndexError, ValueError):
         return None
     return float(pages * hostload.page_bytes())
+
+
+def beside_the_heap_bytes() -> float | None:
+    """What may have grown that glibc's heap does not count: shared pages (batches from a loader's workers), and Python's small objects,
+    each taken for as large as they can be. None where the system does not tell.
+    """
+    try:
+        shared = int((hostload.PROC / "self" / "statm").read_bytes().split()[2])
+    except (OSError, IndexError, ValueError):
+        return None
+    return float(shared * hostload.page_bytes() + sys.getallocatedblocks() * SMALL_OBJECT_BYTES)
 
 
 def host_free_bytes() -> int:

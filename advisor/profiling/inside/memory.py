@@ -26,6 +26,8 @@ FULL_COLLECTION = 2  # the oldest of the generations of Python's collector
 # Growth of the heap below this, bytes a step, may be what advisor keeps of each timed step; of resident memory, in all, what the kernel
 # counts late and the allocator keeps.
 OWN_BYTES, RESIDENT_NOISE_BYTES = 4096, 4 * 2**20
+# Of resident memory that grows, this share must be seen to be held; a heap below that share of it is not the one in use.
+HELD_FRAC, NO_HEAP_FRAC = 0.5, 0.05
 
 
 class MemoryProbe:
@@ -56,7 +58,10 @@ class MemoryProbe:
         device = self._read()
         if device:
             self._series["device"].add(steps, device.get("allocated_bytes.all.current", 0) - held_bytes)
-        for name, nbytes in (("heap", growth.heap_bytes()), ("resident", growth.resident_bytes())):
+        beside = growth.beside_the_heap_bytes()
+        for name, nbytes in (
+            ("heap", growth.heap_bytes()), ("resident", growth.resident_bytes()), ("beside", beside)
+        ):  # fmt: skip
             if nbytes is not None:
                 self._series[name].add(steps, nbytes)
 
@@ -101,6 +106,16 @@ class MemoryProbe:
             retries=end.get("num_alloc_retries", 0) - self._start.get("num_alloc_retries", 0) if steps else 0,
         )
 
+    def _is_held(self, in_pages: float) -> bool:
+        """Whether pages that become resident hold something: free lists of glibc's grow too, for a while, behind a heap that does not.
+        What does not grow in there must be outside of it; an allocator in glibc's place leaves its heap nearly empty.
+        """
+        heap, resident, beside = (self._series[name].points for name in ("heap", "resident", "beside"))
+        if not heap or not beside or heap[-1][1] < NO_HEAP_FRAC * resident[-1][1]:
+            return True
+        seen = self._series["heap"].a_step() + self._series["beside"].a_step()
+        return seen >= HELD_FRAC * in_pages
+
     def _with_growth(self, found: MemoryStats, steps: int, held_bytes: float) -> MemoryStats:
         series = self._series
         if steps > 0 and not (series["resident"].points and series["resident"].points[-1][0] == steps):
@@ -111,7 +126,7 @@ class MemoryProbe:
             in_heap = heap.a_step() if heap.steady() and heap.a_step() > OWN_BYTES else 0.0
             grown = resident.points[-1][1] - resident.points[0][1]
             in_pages = resident.a_step() if resident.steady() and grown > RESIDENT_NOISE_BYTES else 0.0
-            host = max(in_heap, in_pages)
+            host = max(in_heap, in_pages if self._is_held(in_pages) else 0.0)
         if not device.points:
             return replace(found, growth_bytes=host, growth_steady=bool(host), host_growth_bytes=host)
         return replace(
@@ -120,7 +135,7 @@ class MemoryProbe:
 
     @staticmethod
     def _new_series() -> dict[str, growth.Readings]:
-        return {name: growth.Readings([]) for name in ("device", "heap", "resident")}
+        return {name: growth.Readings([]) for name in ("device", "heap", "resident", "beside")}
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if info.get("generation") != FULL_COLLECTION:
