@@ -6,12 +6,12 @@ import time
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import IdleCause, ProfilerCost, Quantity, StepProfile
+from advisor.core.profile import IdleCause, ProfilerCost, Quantity, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.units import time_text
 from advisor.loop import rankrecords
@@ -52,7 +52,6 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     folder = Path(run_dir)
     session = storage.load(folder / SESSION_FILE, Session)
     gaps: list[str] = []
-    notes: list[str] = []
     steps = _read(folder / STEPS_FILE, StepsRecord, gaps) or StepsRecord(kind="none")
     facts = _read(folder / FACTS_FILE, FactsRecord, gaps) or FactsRecord()
     if environment.device == "cuda" and steps.steps_seen and steps.device == "cpu" and facts.model.parameters:
@@ -70,6 +69,77 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
         environment = replace(environment, shared_gpu=True)
     if not steps.complete:
         gaps.append(f"the run ended in phase '{steps.phase}', before the measurement was complete")
+    notes = _doubts(found, facts, step)
+    notes += rankrecords.notes(folder, facts.model.world_size, step.median if step is not None else 0.0)
+    return StepProfile(
+        script=session.script,
+        argv=session.argv,
+        created=_created(folder / SESSION_FILE),
+        environment=environment,
+        **_of_steps(steps),
+        **_of_trace(found, facts),
+        memory=facts.memory,
+        input=facts.input,
+        model=facts.model,
+        utilization=utilization,
+        cost=_cost(found, step, time.perf_counter() - began),
+        exit_code=exit_code,
+        complete=not gaps,
+        notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *notes, *gaps))),
+    )
+
+
+def _of_steps(steps: StepsRecord) -> dict[str, Any]:
+    return {
+        "step_kind": steps.kind,
+        "window_step_us": _window_step_us(steps),
+        "step_us": steps.step_us,
+        "wall_us": steps.wall_us,
+        "steps_seen": steps.steps_seen,
+        "excluded": steps.excluded,
+        "every_us": steps.every_us,
+        "held": steps.held,
+        "losses": steps.losses,
+    }
+
+
+def _of_trace(found: Aggregate, facts: FactsRecord) -> dict[str, Any]:
+    return {
+        "idle": _with_loader_line(found.idle, facts.input.source),
+        "kernels": found.kernels,
+        "busy_us": found.busy_us,
+        "syncs": found.syncs,
+        "promotions": found.promotions,
+        "copies": found.copies,
+        "launches": found.launches,
+        "launch_us": found.launch_us,
+        "optimizer_host_us": found.optimizer_host_us,
+        "average_host_us": found.average_host_us,
+        "average_calls_us": found.average_calls_us,
+        "backward_nodes": found.backward_nodes,
+        "allocating_us": found.allocating_us,
+        "allocating_idle_us": found.allocating_idle_us,
+        "limit_us": found.limit_us,
+        "phase_us": found.phase_us,
+    }
+
+
+def _cost(found: Aggregate, step: Spread | None, analyse_s: float) -> ProfilerCost:
+    overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
+    return ProfilerCost(
+        traced_step_us=found.step_us,
+        traced_next_us=found.next_us,
+        overhead_frac=overhead,
+        coverage_frac=1.0 if found.coverage_frac is None else found.coverage_frac,
+        traced_steps=found.steps,
+        events=found.events,
+        analyse_s=analyse_s,
+    )
+
+
+def _doubts(found: Aggregate, facts: FactsRecord, step: Spread | None) -> list[str]:
+    """Notes on what cannot be as it looks."""
+    notes = []
     if step is not None and 0 < step.median < found.limit_us:
         notes.append(
             f"the limit of {time_text(found.limit_us)} is longer than the step of {time_text(step.median)}: this machine's rates were "
@@ -80,55 +150,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
             f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us)}: tracing "
             "slows the host, and the loader catches up; waits for data are told as in untraced steps"
         )
-    notes += rankrecords.notes(folder, facts.model.world_size, step.median if step is not None else 0.0)
-    overhead = found.step_us / step.median - 1.0 if step is not None and step.median > 0 and found.step_us > 0 else 0.0
-    return StepProfile(
-        script=session.script,
-        argv=session.argv,
-        created=_created(folder / SESSION_FILE),
-        environment=environment,
-        step_kind=steps.kind,
-        step_us=steps.step_us,
-        wall_us=steps.wall_us,
-        window_step_us=_window_step_us(steps),
-        steps_seen=steps.steps_seen,
-        excluded=steps.excluded,
-        every_us=steps.every_us,
-        held=steps.held,
-        kernels=found.kernels,
-        busy_us=found.busy_us,
-        idle=_with_loader_line(found.idle, facts.input.source),
-        syncs=found.syncs,
-        promotions=found.promotions,
-        copies=found.copies,
-        launches=found.launches,
-        launch_us=found.launch_us,
-        optimizer_host_us=found.optimizer_host_us,
-        average_host_us=found.average_host_us,
-        average_calls_us=found.average_calls_us,
-        backward_nodes=found.backward_nodes,
-        allocating_us=found.allocating_us,
-        allocating_idle_us=found.allocating_idle_us,
-        limit_us=found.limit_us,
-        phase_us=found.phase_us,
-        memory=facts.memory,
-        input=facts.input,
-        model=facts.model,
-        utilization=utilization,
-        losses=steps.losses,
-        cost=ProfilerCost(
-            traced_step_us=found.step_us,
-            traced_next_us=found.next_us,
-            overhead_frac=overhead,
-            coverage_frac=1.0 if found.coverage_frac is None else found.coverage_frac,
-            traced_steps=found.steps,
-            events=found.events,
-            analyse_s=time.perf_counter() - began,
-        ),
-        exit_code=exit_code,
-        complete=not gaps,
-        notes=tuple(dict.fromkeys((*steps.notes, *facts.notes, *found.notes, *notes, *gaps))),
-    )
+    return notes
 
 
 def _window_step_us(steps: StepsRecord) -> float:

@@ -52,7 +52,6 @@ def rows(
 
     GPUs work side by side: the limit is that of the one with most to do.
     """
-    ops = trace.ops
     time_of: dict[int, int] = defaultdict(int)  # by the operator instance whose model covers the work
     for item in work:
         if item.op >= 0:
@@ -91,41 +90,42 @@ def rows(
             sums[6] += 1
         if key not in longest or item.ns > longest[key][0]:
             longest[key] = (item.ns, item)
-    found = []
-    for key, sums in groups.items():
-        name, op_name, module, phase, source, _ = key
-        item = longest[key][1]
-        op, unit = item.op, _unit(tree, item.op)
-        owner = tree.owner[op] if op >= 0 and tree.owner[op] >= 0 else op
-        in_conv = unit >= 0 and unit != owner and kinds.kind_of_op(ops.name[unit]) == "conv"
-        path, _, module_type = module.partition("|")
-        found.append(
-            KernelRow(
-                name=name,
-                kind=_kind(trace, item, op_name, name, phase, in_conv),
-                op=op_name,
-                module=path,
-                module_type=module_type,
-                phase=phase,
-                source=source,
-                calls=sums[0] / steps,
-                time_us=sums[1] / 1e3 / steps,
-                grid=item.grid,
-                block=item.block,
-                stream=item.stream,
-                dtype=cost_of(trace, owner).dtype if owner >= 0 else "",
-                layout=_layout(trace, owner, unit, name),
-                shapes=ops.shapes[owner] if owner >= 0 and ops.shapes else "",
-                flops=sums[2] / steps,
-                dram_bytes=sums[5] / steps if sums[6] else None,
-                dram_provenance=Provenance.MEASURED if sums[6] else Provenance.UNAVAILABLE,
-                modelled_bytes=sums[3] / steps,
-                limit_us=sums[4] / steps,
-                tensor_core=trace.device == "cuda" and kinds.tensor_core(name),
-            )
-        )
+    found = [_row(trace, tree, longest[key][1], key, sums, steps) for key, sums in groups.items()]
     found.sort(key=lambda row: (-row.time_us, row.name, row.module, row.source))
     return tuple(found), max(limits.values(), default=0.0)
+
+
+def _row(trace: Trace, tree: HostTree, item: Work, key: tuple[str, ...], sums: list[float], steps: int) -> KernelRow:
+    """A row of what has this key, from the sums over all steps; `item`: the longest piece of it."""
+    ops = trace.ops
+    name, op_name, module, phase, source, _ = key
+    op, unit = item.op, _unit(tree, item.op)
+    owner = tree.owner[op] if op >= 0 and tree.owner[op] >= 0 else op
+    in_conv = unit >= 0 and unit != owner and kinds.kind_of_op(ops.name[unit]) == "conv"
+    path, _, module_type = module.partition("|")
+    return KernelRow(
+        name=name,
+        kind=_kind(trace, item, op_name, name, phase, in_conv),
+        op=op_name,
+        module=path,
+        module_type=module_type,
+        phase=phase,
+        source=source,
+        calls=sums[0] / steps,
+        time_us=sums[1] / 1e3 / steps,
+        grid=item.grid,
+        block=item.block,
+        stream=item.stream,
+        dtype=cost_of(trace, owner).dtype if owner >= 0 else "",
+        layout=_layout(trace, owner, unit, name),
+        shapes=ops.shapes[owner] if owner >= 0 and ops.shapes else "",
+        flops=sums[2] / steps,
+        dram_bytes=sums[5] / steps if sums[6] else None,
+        dram_provenance=Provenance.MEASURED if sums[6] else Provenance.UNAVAILABLE,
+        modelled_bytes=sums[3] / steps,
+        limit_us=sums[4] / steps,
+        tensor_core=trace.device == "cuda" and kinds.tensor_core(name),
+    )
 
 
 def _kind(trace: Trace, item: Work, op_name: str, name: str, phase: str, in_conv: bool) -> str:
