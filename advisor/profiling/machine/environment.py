@@ -29,7 +29,9 @@ from advisor.core.errors import AdvisorError
 from advisor.profiling.machine import hostload, nvml, rates
 from advisor.profiling.machine.ownprocess import last_words, run_module
 
-TIMEOUT_S = 120.0  # importing torch on a cold network disk is the slow part
+TIMEOUT_S = (
+    300.0  # importing torch on a cold network disk is the slow part; two cores at a load of 18 took more than 120
+)
 MEASURED = "measured"
 _VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
