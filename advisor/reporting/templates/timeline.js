@@ -214,7 +214,8 @@
     redraw();
   });
   search.addEventListener("keydown", (e) => { if (e.key === "Enter") { nextMatch(); e.preventDefault(); } });
-  window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { theme(); redraw(); });
+  for (const query of ["(prefers-color-scheme: dark)", "print"])
+    window.matchMedia(query).addEventListener("change", () => { theme(); draw(); }); // at once: paper does not wait for a frame
   new ResizeObserver(resize).observe(box);
   theme();
   resize();
