@@ -23,6 +23,11 @@ class WorkLine:
     kind: str
     time_us: float
 
+    @property
+    def told(self) -> str:
+        """`RandomHorizontalFlip, flip`; `resize` where name and kind are one."""
+        return self.kind if self.what.lower() == self.kind else f"{self.what}, {self.kind}"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderWork:

@@ -119,7 +119,4 @@ def _loader_lines(stats: InputStats) -> Rows:
     work = stats.work
     if work is None or not work.told:
         return []
-    return [
-        (line.source or line.what, f"{line.what}, {line.kind}: {units.time_text(line.time_us)} a batch" if line.source else f"{line.kind}: {units.time_text(line.time_us)} a batch")
-        for line in work.lines
-    ]  # fmt: skip
+    return [(line.source or line.what, f"{line.told}: {units.time_text(line.time_us)} a batch") for line in work.lines]

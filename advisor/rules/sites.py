@@ -173,8 +173,7 @@ def _gpu_work(profile: StepProfile) -> list[Place]:
 
 
 def _work_text(line: WorkLine, work: LoaderWork) -> str:
-    what = line.kind if line.what.lower() == line.kind else f"{line.what}, {line.kind}"
-    place = f"{line.source}: {what}" if line.source else what
+    place = f"{line.source}: {line.told}" if line.source else line.told
     return f"{place} ({time_text(line.time_us)} of {time_text(work.batch_us)} a batch)"
 
 
