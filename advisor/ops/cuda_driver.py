@@ -27,9 +27,6 @@ _CONFIG = struct.Struct("@7IPPI0P")
 _ATTRIBUTE = struct.Struct("@i4xi60x")
 # CU_LAUNCH_ATTRIBUTE_COOPERATIVE and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, switched on.
 _COOPERATIVE, _OVERLAPPING = (ctypes.create_string_buffer(_ATTRIBUTE.pack(number, 1)) for number in (2, 6))
-# Struct's letters for the dtypes of numpy's scalars; a plain int is an address.
-_LETTERS = {"int32": "i", "int64": "q", "uint32": "I", "uint64": "Q", "float32": "f", "float64": "d"}
-
 
 # Told of each launch that went well, in its thread: while a call is recorded (ops/sites).
 watchers: list[Callable[..., None]] = []
@@ -56,15 +53,18 @@ def unavailable() -> str:
 class Kernel:
     """A compiled kernel: call as `f(grid, block, arguments, shared_bytes, stream)`, from any thread.
 
-    Arguments keep their types from call to call: addresses as int, the rest numpy scalars, or structs as numpy arrays or voids.
+    Arguments are addresses and numbers, or structs as numpy arrays or voids, which stand in the same places from call to call.
+
+    Attributes:
+        types: of the arguments, a letter each as the module `struct` has them, an address's for a struct too.
     """
 
-    def __init__(self, function: Any, name: str, *, device: int = 0, overlapping: bool = False) -> None:
+    def __init__(self, function: Any, name: str, types: str, *, device: int = 0, overlapping: bool = False) -> None:
         """`function`: CuPy's, loaded on `device`; launches need not find that current.
 
         `overlapping`: the source waits for the kernel ahead itself (include/overlap.cuh), so its blocks may come before that has ended.
         """
-        self.name, self.device = name, device
+        self.name, self.types, self.device = name, types, device
         self._loaded = function  # as long as it lives, the module stays on the device
         self._function = ctypes.c_void_p(function.ptr)
         # Address and number of its attributes, launched cooperatively or not.
@@ -79,12 +79,10 @@ class Kernel:
         self._launch = load().cuLaunchKernelEx
 
     def _lay_out(self, arguments: Sequence[Any]) -> struct.Struct:
-        letters: list[str] = []
-        for argument in arguments:
-            if isinstance(argument, (np.void, np.ndarray)):
-                letters.append(f"{argument.nbytes}s")
-            else:
-                letters.append("P" if type(argument) is int else _LETTERS[argument.dtype.name])
+        letters = [
+            f"{argument.nbytes}s" if isinstance(argument, (np.void, np.ndarray)) else letter
+            for argument, letter in zip(arguments, self.types, strict=True)
+        ]
         self._blobs = tuple(i for i, letter in enumerate(letters) if letter.endswith("s"))
         layout = self._layout = struct.Struct("@" + "".join(letters))
         self._values = ctypes.create_string_buffer(max(layout.size, 1))
@@ -125,8 +123,9 @@ class Kernel:
                     status = self._launch(self._config, self._function, self._places, None)
         if status:
             self.refuse(status)
-        for watcher in tuple(watchers):  # another thread's may go meanwhile, and the next one would not be told
-            watcher(self, grid, block, arguments, shared_bytes, stream, cooperative)
+        if watchers:
+            for watcher in tuple(watchers):  # another thread's may go meanwhile, and the next one would not be told
+                watcher(self, grid, block, arguments, shared_bytes, stream, cooperative)
 
     def current(self) -> contextlib.AbstractContextManager[None]:
         """Inside, the kernel's device is current in this thread."""

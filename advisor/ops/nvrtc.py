@@ -164,7 +164,9 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
             kernel = name, entry, defines, device
             if most_dynamic > _most_dynamic.get(kernel, 0):
                 raw.max_dynamic_shared_size_bytes = _most_dynamic[kernel] = most_dynamic
-            return Kernel(raw.kernel, entry, device=device, overlapping=sources.overlaps(name) and overlaps(device))
+            overlapping = sources.overlaps(name) and overlaps(device)
+            types = sources.parameters(name, entry, defines)
+            return Kernel(raw.kernel, entry, types, device=device, overlapping=overlapping)
     except cupy.cuda.compiler.CompileException as error:
         raise AdvisorError(f"kernels/{name} does not compile: {error}", fix="Run `advisor doctor`.") from None
 

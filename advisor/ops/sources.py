@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 
@@ -11,6 +12,13 @@ from advisor.core import architectures
 from advisor.core.errors import AdvisorError
 from advisor.resources import kernels_dir
 
+# A kernel and its parameters. Those between `#if MACRO` and `#endif` are there where the macro is set, and not to 0.
+_ENTRY = re.compile(r"__global__\s+void\s+(?:__launch_bounds__\s*\((?:[^()]|\([^()]*\))*\)\s*)?(\w+)\s*\(([^)]*)\)")
+_CONDITION = re.compile(r"#if (\w+)\n(.*?)#endif", re.DOTALL)
+_COMMENT = re.compile(r"//.*")
+# Letters of the module `struct` for the types of numbers.
+_LETTERS = {"int": "i", "i64": "q", "unsigned int": "I", "float": "f", "double": "d"}
+ADDRESS = "P"
 _INCLUDE = re.compile(r'^\s*#include "([\w./]+)"\s*$', re.MULTILINE)
 
 
@@ -65,6 +73,25 @@ def included(name: str) -> frozenset[str]:
                 found.add(header)
                 ahead.append(kernels_dir() / "include" / header)
     return frozenset(found)
+
+
+@cache
+def entries(name: str) -> dict[str, str]:
+    """The kernels of a source, each with its parameters as they are written."""
+    return dict(_ENTRY.findall(source(name)))
+
+
+@cache
+def parameters(name: str, entry: str, defines: tuple[tuple[str, int], ...]) -> str:
+    """What an entry of a source takes, as `types`."""
+    return types(entries(name)[entry], dict(defines))
+
+
+def types(written: str, defines: Mapping[str, int]) -> str:
+    """Parameters as they are written, a letter each as the module `struct` has them: ADDRESS for a pointer, and for a struct too."""
+    text = _CONDITION.sub(lambda found: found[2] if defines.get(found[1]) else "", _COMMENT.sub("", written))
+    found = [one.rsplit(None, 1)[0].strip() for one in text.split(",") if one.strip()]
+    return "".join(_LETTERS.get(type_, ADDRESS) for type_ in found)
 
 
 def target(name: str) -> tuple[str, ...]:

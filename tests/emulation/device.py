@@ -6,6 +6,7 @@ import ctypes
 import itertools
 import os
 import signal
+import struct
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from advisor.ops import cuda_driver, dispatch, nvrtc, shared_memory, tensor_map
+from advisor.ops import cuda_driver, dispatch, nvrtc, shared_memory, sources, tensor_map
 from emulation import compiler
 from emulation.compiler import EmulationError
 
@@ -26,6 +27,7 @@ _CLUSTER = 8  # blocks, without asking for more
 _COOPERATIVE = 16  # blocks that the runtime has room for
 _LIMITS = (2**31 - 1, 65535, 65535)
 CHECKED = os.environ.get("EMULATION_CHECKED") == "1"  # of all tests, whatever they say themselves
+_LETTERS = {"i4": "i", "i8": "q", "u4": "I", "f4": "f", "f8": "d"}  # of the module struct, for kinds of numbers
 _READ = ("from",)  # fields of a struct whose addresses a kernel only reads
 
 
@@ -163,6 +165,7 @@ class Entry:
             raise EmulationError(f"no entry {name}; the source has {', '.join(module.entries)}")
         self._device, self._module, self.name = device, module, name
         self._parameters = module.parameters(name)
+        self.types = "".join(_LETTERS.get(kind, sources.ADDRESS) for kind in self._parameters)
         self._static = module.static_shared(name)
         self.most_dynamic = 0  # bytes of dynamic shared memory that were asked for
 
@@ -192,7 +195,8 @@ class Entry:
                 fits, expected = type(value) is int, "an address as int"
             else:
                 dtype = getattr(value, "dtype", None)
-                fits, expected = dtype is not None and f"{dtype.kind}{dtype.itemsize}" == kind, f"a numpy scalar {kind}"
+                fits = _is_number(value, kind) if dtype is None else f"{dtype.kind}{dtype.itemsize}" == kind
+                expected = f"a number {kind}"
             if not fits:
                 raise EmulationError(f"{self.name}: argument {number} is {value!r}; expected {expected}")
 
@@ -218,8 +222,8 @@ class Entry:
         try:
             for number, (kind, value) in enumerate(zip(self._parameters, arguments, strict=True)):
                 if kind[0] not in "pc":
-                    values.append(np.array(value))
-                    for field, (of, _) in (value.dtype.fields or {}).items():  # a struct's addresses
+                    values.append(np.array(value, dtype=None if hasattr(value, "dtype") else kind))
+                    for field, (of, _) in (values[-1].dtype.fields or {}).items():  # a struct's addresses
                         if of.base == np.uint64:
                             table, written = values[-1][field], field not in _READ
                             for place, address in np.ndenumerate(table):
@@ -323,6 +327,15 @@ class Entry:
         raise EmulationError(f"{self.name} {what} ({at})" + (f", near: {line}" if line else ""))
 
 
+def _is_number(value: Any, kind: str) -> bool:
+    """Whether a Python number is one of this kind: an int with its size, or a float of any."""
+    try:
+        struct.pack(_LETTERS[kind], value)
+    except (KeyError, struct.error):
+        return False
+    return isinstance(value, int) or kind[0] == "f"
+
+
 def _ready(exchange: torch.Tensor) -> bool:
     """Whether nobody is counted as leaving, and the half that the next launch takes holds nothing yet."""
     state, halves = exchange[: nvrtc.EXCHANGE_STATE], exchange[nvrtc.EXCHANGE_STATE :].view(2, -1)
@@ -384,6 +397,9 @@ class Device:
     ) -> Entry:
         found = Entry(self, compiler.module(name, tuple(sorted(defines)), self.checked), entry)
         found.most_dynamic = most_dynamic
+        read = sources.parameters(name, entry, defines)
+        if read != found.types:
+            raise EmulationError(f"{entry} takes {found.types}, and is read as taking {read}")
         return found
 
     def compiled(self, source: str, entry: str, defines: Mapping[str, int] | None = None) -> Entry:

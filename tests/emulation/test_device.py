@@ -203,7 +203,8 @@ def test_arguments_must_have_the_types_of_the_parameters(emulated):
     copy = emulated.compiled(COPY, "copy")
     for wrong, message in (
         ((x.data_ptr(), y.data_ptr(), np.int64(8), np.int32(0)), "argument 2"),
-        ((x.data_ptr(), y.data_ptr(), 8, np.int32(0)), "argument 2"),
+        ((x.data_ptr(), y.data_ptr(), 2**31, np.int32(0)), "argument 2"),
+        ((x.data_ptr(), y.data_ptr(), 8.0, np.int32(0)), "argument 2"),
         ((x.data_ptr(), np.int32(0), np.int32(8), np.int32(0)), "argument 1"),
         ((x.data_ptr(), y.data_ptr(), np.int32(8)), "4 parameters, 3"),
         ((x.data_ptr(), y.data_ptr() + 32, np.int32(8), np.int32(0)), "belongs to no tensor"),

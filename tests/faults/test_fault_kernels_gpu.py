@@ -9,7 +9,7 @@ import planted_changes
 import pytest
 import torch
 from judging import Judged
-from wrong_kernels import FAULTS
+from wrong_kernels import FAULTS, TYPES
 
 from advisor.ops import cuda_driver, nvrtc
 
@@ -27,7 +27,7 @@ def compiled(source: str, entry: str, defines: dict[str, int]) -> Any:
     import cupy
 
     raw = cupy.RawModule(code=source, options=nvrtc.options(defines), backend="nvrtc").get_function(entry)
-    return cuda_driver.Kernel(raw.kernel, entry)
+    return cuda_driver.Kernel(raw.kernel, entry, TYPES[entry])
 
 
 def stream() -> int:

@@ -104,6 +104,10 @@ MARGIN = 16  # values behind every tensor that a kernel could reach by mistake, 
 Compile = Callable[[str, str, dict[str, int]], Any]  # source, entry, macros → f(grid, block, arguments, 0, stream)
 
 
+# What each takes, as ops/cuda_driver.Kernel has it.
+TYPES = {"affine_relu": "PPPPiiif", "affine_relu_backward": "PPPPPPPiii"}
+
+
 class Kernels:
     """The pair compiled with one fault ("" for none), and the memory that it keeps from call to call."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -58,7 +57,8 @@ def kernels(load: str, wait: str) -> tuple[Any, Any]:
     text = overlap + SOURCE.replace("LOAD", load).replace("WAIT", wait)
     module = cupy.RawModule(code=text, options=nvrtc.options({}), backend="nvrtc")
     return tuple(
-        cuda_driver.Kernel(module.get_function(entry).kernel, entry, overlapping=True) for entry in ("ahead", "behind")
+        cuda_driver.Kernel(module.get_function(entry).kernel, entry, types, overlapping=True)
+        for entry, types in (("ahead", "PPPiI"), ("behind", "PPiI"))
     )
 
 
@@ -71,10 +71,10 @@ def stale(load: str, wait: str) -> int:
     tickets = torch.zeros(100, dtype=torch.int32, device="cuda")
     torch.cuda.synchronize()
     for number in range(len(tickets)):
-        sizes = np.int32(VALUES), np.uint32(number)
+        sizes = VALUES, number
         pointers = x.data_ptr(), sink.data_ptr(), tickets[number].data_ptr()
         ahead((sms, 1, 1), (256, 1, 1), (*pointers, *sizes), 0, stream)
-        behind((sms, 1, 1), (256, 1, 1), (x.data_ptr(), found.data_ptr(), sizes[0], np.uint32(number + 1)), 0, stream)
+        behind((sms, 1, 1), (256, 1, 1), (x.data_ptr(), found.data_ptr(), VALUES, number + 1), 0, stream)
     assert not int(sink.count_nonzero()), "the kernel ahead did not wait for the one before it"
     return int(found)
 
@@ -96,4 +96,4 @@ def test_a_refused_launch_says_why() -> None:
 
     _, behind = kernels("ld.global", "overlap_launches();")
     with pytest.raises(AdvisorError, match="refuses to launch behind: invalid argument"):
-        behind((1, 1, 1), (4096, 1, 1), (0, 0, np.int32(0), np.uint32(0)), 0, nvrtc.stream(0))
+        behind((1, 1, 1), (4096, 1, 1), (0, 0, 0, 0), 0, nvrtc.stream(0))

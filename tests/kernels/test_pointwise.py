@@ -184,7 +184,7 @@ def test_every_way_to_cut_the_product_gives_it(emulated, tiles: int, groups: int
     )  # fmt: skip
     assert plan is not None
     launch = cuda.launch_of(plan, rows, 72, 104, x.dtype, 0, moments=True)
-    y, parts = cuda.run(launch, x, weight)
+    y, parts = cuda.run(launch, x, weight, moments=True)
     hold(x, weight, y, parts)
 
 

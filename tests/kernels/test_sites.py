@@ -10,7 +10,7 @@ import subprocess
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -450,7 +450,13 @@ def launches(*arguments: Any, stream: int = 0) -> Callable[[torch.Tensor], None]
     def plant(y: torch.Tensor) -> None:
         for watcher in cuda_driver.watchers:
             watcher(
-                _Kernel(), (1, 1, 1), (1, 1, 1), tuple(a(y) if callable(a) else a for a in arguments), 0, stream, False
+                _Kernel(arguments),
+                (1, 1, 1),
+                (1, 1, 1),
+                tuple(a(y) if callable(a) else a for a in arguments),
+                0,
+                stream,
+                False,
             )
 
     return plant
@@ -458,6 +464,9 @@ def launches(*arguments: Any, stream: int = 0) -> Callable[[torch.Tensor], None]
 
 class _Kernel:
     name = "planted"
+
+    def __init__(self, arguments: Sequence[Any]) -> None:
+        self.types = "".join("i" if type(one) is int else "P" for one in arguments)
 
     def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
         return 0, 0, 0, 0
@@ -469,7 +478,7 @@ elsewhere = torch.zeros(4)
 REFUSED = {
     "it passes an address of no tensor": launches(lambda y: torch.Tensor.data_ptr(elsewhere)),
     "it passes a struct": launches(np.zeros(3, np.int32)),
-    "it launches on another stream": launches(np.int32(3), stream=7),
+    "it launches on another stream": launches(3, stream=7),
     "which gives no tensors": lambda y: y.sum().item(),
     "unbind.int, which gives no tensors": lambda y: y.view(1, 4).unbind()[0],
     "with a list of tensors": lambda y: torch.cat([y[:2], y[2:]]),
@@ -731,8 +740,8 @@ class Driven:
 
     name = "driven"
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver, self.entered = driver, 0
+    def __init__(self, driver: Driver, types: str) -> None:
+        self.driver, self.types, self.entered = driver, types, 0
 
     def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
         return self.driver.launch, 0xF00, 0xA77, 1 + cooperative
@@ -753,9 +762,9 @@ def driven(kernel: Driven, y: torch.Tensor, *arguments: Any) -> None:
 
 def test_a_launch_reaches_the_driver_as_python_would_have_made_it(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver([8, 8, 4, 4, 8, 8])
-    kernel = Driven(driver)
+    kernel = Driven(driver, "PPifqP")
     ticket = emulated.counters.data_ptr()
-    scalars = (np.int32(-3), np.float32(0.5), np.int64(1 << 40))
+    scalars = -3, 0.5, 1 << 40
     plant = lambda y: driven(kernel, y, torch.Tensor.data_ptr(y) + 8, *scalars, ticket)  # noqa: E731 – as short as what it stands for
     monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
     site = install.site(lambda x: Faulty.apply(x))
@@ -768,7 +777,7 @@ def test_a_launch_reaches_the_driver_as_python_would_have_made_it(emulated, monk
     assert (found["function"], found["extra"]) == (0xF00, None)
     layout = struct.Struct("@P")
     assert [layout.unpack(found["values"][i])[0] for i in (0, 1, 5)] == [begin, begin + 8, ticket]
-    assert found["values"][2:5] == [scalar.tobytes() for scalar in scalars]
+    assert found["values"][2:5] == [struct.pack(*one) for one in zip("ifq", scalars, strict=True)]
     driver.statuses = [201, 0]  # the device is not current in this thread
     site(torch.randn(8))
     assert kernel.entered == 1
@@ -787,7 +796,7 @@ def test_a_tensor_map_is_made_of_where_the_tensor_lies_now(emulated, monkeypatch
     def plant(y: torch.Tensor) -> None:
         maps = np.zeros(256, np.uint8).view(np.dtype((np.void, 256))).view(tensor_map.Boxes)
         maps.address, maps.made_of = torch.Tensor.data_ptr(y) + 16, made_of
-        driven(Driven(driver), y, maps)
+        driven(Driven(driver, "PP"), y, maps)
 
     monkeypatch.setattr(Faulty, "plant", staticmethod(plant), raising=False)
     site = install.site(lambda x: Faulty.apply(x))
@@ -816,11 +825,11 @@ def test_a_tape_sees_its_own_thread_alone(emulated) -> None:
 
     x = image(2, 8, 3, 3, grad=False)
     with recording.Tape([x]) as tape:
-        thread = threading.Thread(target=launches(np.int32(1)), args=(x,))
+        thread = threading.Thread(target=launches(1), args=(x,))
         thread.start()
         thread.join()
         assert not tape.steps
-        launches(np.int32(1))(x)
+        launches(1)(x)
         assert [kind for kind, *_ in tape.steps] == ["launch"]
     assert not cuda_driver.watchers
 

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec
+from advisor.ops.launches import Launch, launch
 
-
-@dataclass(frozen=True, slots=True)
-class Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
-
-    stats: Any
-    apply: Any
-    reduce: Any
-    backward_apply: Any
-    block: tuple[int, int, int]
-    stats_grid: tuple[int, int, int]
-    grid: tuple[int, int, int]
-    stats_partials: int  # fp32 values
-    partials: int
-    rows: Any
-    vectors: Any
-    tile: Any
+# The two launches of a pass.
+FORWARD, BACKWARD = ("stats", "apply"), ("backward_reduce", "backward_apply")
 
 
 @lru_cache(maxsize=4096)
-def launch(
-    rows: int,
-    channels: int,
+def one_of_two(
+    name: str,
+    shape: tuple[int, int],
     dtype: torch.dtype,
     activation: str,
     residual: bool,
@@ -43,57 +28,39 @@ def launch(
     device: int,
     joined: bool = False,
 ) -> Launch:
-    """`joined`: rows and channels are of some rows taken for one."""
-    name = storage.name(dtype)
-    sms = nvrtc.sm_count(device)
-    statistics = spec.geometry(rows, channels, name, sms, spec.STATS_BLOCKS_PER_SM, joined=joined)
-    shape = spec.geometry(rows, channels, name, sms, spec.BLOCKS_PER_SM, joined=joined)
-    (stats, apply), (reduce, backward_apply) = (
-        [nvrtc.function(source, entry, tuple(defines.items()), device) for entry in spec.KERNELS[source]]
-        for source, defines in (
-            (spec.FORWARD, spec.defines(name, activation, residual)),
-            (spec.BACKWARD, spec.defines(name, activation, residual, forked=forked)),
-        )
-    )
-    return Launch(
-        stats=stats,
-        apply=apply,
-        reduce=reduce,
-        backward_apply=backward_apply,
-        block=(spec.THREADS, 1, 1),
-        stats_grid=(statistics.row_blocks, statistics.tiles, 1),
-        grid=(shape.row_blocks, shape.tiles, 1),
-        stats_partials=statistics.row_blocks * 2 * channels,
-        partials=shape.row_blocks * 2 * channels,
-        rows=np.int64(rows),
-        vectors=np.int32(shape.vectors),
-        tile=np.int32(shape.tile),
-    )
+    """One of the launches of FORWARD or BACKWARD, over `shape`, rows and channels.
+
+    `joined`: rows and channels are of some rows taken for one.
+    """
+    kind, backward = storage.name(dtype), name.startswith("backward")
+    blocks = spec.STATS_BLOCKS_PER_SM if name == "stats" else spec.BLOCKS_PER_SM
+    found = spec.geometry(*shape, kind, nvrtc.sm_count(device), blocks, joined=joined)
+    return launch(
+        spec.BACKWARD if backward else spec.FORWARD,
+        spec.defines(kind, activation, residual, **({"forked": forked} if backward else {})),
+        device,
+        (found.row_blocks, found.tiles),
+        spec.THREADS,
+        (shape[0], found.vectors, found.tile),
+        entry=f"batchnorm_act_{name}",
+    ).leaving(found.row_blocks * 2 * shape[1])
 
 
-@dataclass(frozen=True, slots=True)
-class _OneLaunch:
-    """A launch in which a cluster holds its tile's rows, or, where blocks exchange their sums, all hold the tensor; ready to pass."""
+class _OneLaunch(NamedTuple):
+    """A launch in which a cluster holds its tile's rows, or, where blocks exchange their sums, all hold the tensor.
 
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[
-        Any, ...
-    ]  # rows, vectors, tile; with an exchange `kept`, forward `ahead`, of whole rows channels and `joined`
-    shared: int = 0  # bytes of dynamic shared memory
-    half: int = 0  # words of an exchange
+    `half`: words of the exchange; 0 where there is none.
+    """
 
-    def run(self, memory: int, before: tuple[Any, ...], behind: tuple[Any, ...], stream: Any) -> None:
-        """Launch with these arguments before and behind the exchange, whose `memory` is nvrtc's; a cluster has none.
+    launch: Launch
+    half: int = 0
 
-        With an exchange the launch is cooperative: its blocks wait for each other.
-        """
+    def exchange(self, device: torch.device) -> tuple[Any, ...] | None:
+        """What the kernel takes for it, none for a cluster; None where there is no room for it."""
         if not self.half:
-            self.kernel(self.grid, self.block, (*before, *behind), 0, stream)
-            return
-        arguments = (*before, memory, np.int32(self.half), *behind)
-        self.kernel(self.grid, self.block, arguments, self.shared, stream, cooperative=True)
+            return ()
+        memory = nvrtc.exchange(device, self.half)
+        return (memory, self.half) if memory else None
 
 
 @lru_cache(maxsize=4096)
@@ -128,54 +95,29 @@ def _one_launch(
     )
     if shape is None:
         return None
-    entry, sizes = spec.KERNELS[source][0], (rows, shape.vectors, shape.tile)
+    sizes = rows, shape.vectors, shape.tile
     if isinstance(shape, spec.Held):
-        held = tuple(spec.held_defines(source, name, activation, residual, forked=forked).items())
-        return _OneLaunch(
-            kernel=nvrtc.function(source, entry, held, device),
-            grid=(spec.HELD_CLUSTER, shape.tiles, 1),
-            block=(spec.held_threads(source), 1, 1),
-            sizes=tuple(map(np.int32, sizes)),
-        )
-    defines = tuple(
-        spec.grid_defines(
-            source, name, activation, residual, forked=forked, streams=shape.streams, whole=shape.whole
-        ).items()
+        held = spec.held_defines(source, name, activation, residual, forked=forked)
+        grid = spec.HELD_CLUSTER, shape.tiles
+        return _OneLaunch(launch(source, held, device, grid, spec.held_threads(source), sizes))
+    defines = spec.grid_defines(
+        source, name, activation, residual, forked=forked, streams=shape.streams, whole=shape.whole
     )
     slot = 16 * spec.GRID_THREADS
     kept = (shape.kept,) if backward else (shape.kept, shape.ahead)
-    if shape.whole:
-        kept = *kept, channels // joined, joined
-    return _OneLaunch(
-        kernel=nvrtc.function(
-            source, entry, defines, device, spec.grid_slots(source, arch, name, whole=shape.whole) * slot
-        ),
-        grid=(shape.blocks, shape.tiles, 1),
-        block=(spec.GRID_THREADS, 1, 1),
-        sizes=tuple(map(np.int32, (*sizes, *kept))),
-        shared=shape.slots * slot,
-        half=spec.grid_exchange(nvrtc.sm_count(device)),
-    )
+    whole = (channels // joined, joined) if shape.whole else ()
+    grid, every = (shape.blocks, shape.tiles), (*sizes, *kept, *whole)
+    most = spec.grid_slots(source, arch, name, whole=shape.whole) * slot
+    made = launch(source, defines, device, grid, spec.GRID_THREADS, every, shared_bytes=most)
+    made = replace(made, shared_bytes=shape.slots * slot, cooperative=True)
+    return _OneLaunch(made, spec.grid_exchange(nvrtc.sm_count(device)))
 
 
-def _one(device: torch.device, *of: Any) -> tuple[_OneLaunch, int] | None:
-    """`_one_launch` with the memory that it needs, where that can be had."""
+def _one(device: torch.device, *of: Any) -> tuple[Launch, tuple[Any, ...]] | None:
+    """`_one_launch` with what it takes for its exchange, where that can be had."""
     one = _one_launch(*of, device.index or 0)
-    if one is None or not one.half:
-        return None if one is None else (one, 0)
-    memory = nvrtc.exchange(device, one.half)
-    return (one, memory) if memory else None
-
-
-@dataclass(frozen=True, slots=True)
-class _Frozen:
-    """A frozen norm's launch, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    partials: int  # fp32 values
-    sizes: tuple[Any, Any, Any]  # rows, vectors, tile
+    exchange = None if one is None else one.exchange(device)
+    return None if one is None or exchange is None else (one.launch, exchange)
 
 
 @lru_cache(maxsize=4096)
@@ -188,22 +130,29 @@ def _frozen(
     residual: bool,
     affine_gradients: bool,
     device: int,
-) -> _Frozen:
+) -> Launch:
     name = storage.name(dtype)
     shape = spec.geometry(rows, channels, name, nvrtc.sm_count(device), spec.BLOCKS_PER_SM)
-    defines = tuple(spec.frozen_defines(source, name, activation, residual, affine_gradients).items())
-    return _Frozen(
-        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
-        grid=(shape.row_blocks, shape.tiles, 1),
-        block=(spec.THREADS, 1, 1),
-        partials=shape.row_blocks * 2 * channels if affine_gradients else 0,
-        sizes=(np.int64(rows), np.int32(shape.vectors), np.int32(shape.tile)),
-    )
+    return launch(
+        source,
+        spec.frozen_defines(source, name, activation, residual, affine_gradients),
+        device,
+        (shape.row_blocks, shape.tiles),
+        spec.THREADS,
+        (rows, shape.vectors, shape.tile),
+    ).leaving(shape.row_blocks * 2 * channels if affine_gradients else 0)
 
 
-def _plan(x: torch.Tensor, activation: str, residual: bool, *, forked: bool = False) -> Launch:
+@lru_cache(maxsize=4096)
+def _two(names: tuple[str, str], *of: Any) -> tuple[Launch, Launch]:
+    return one_of_two(names[0], *of), one_of_two(names[1], *of)
+
+
+def _launches(
+    names: tuple[str, str], x: torch.Tensor, activation: str, residual: bool, *, forked: bool = False
+) -> tuple[Launch, Launch]:
     n, c, h, w = x.shape
-    return launch(n * h * w, c, x.dtype, activation, residual, forked, x.device.index or 0)
+    return _two(names, (n * h * w, c), x.dtype, activation, residual, forked, x.device.index or 0)
 
 
 def mask_memory(x: torch.Tensor, activation: str, *, residual: bool) -> torch.Tensor | None:
@@ -262,20 +211,12 @@ def forward_at_once(
     found = _one(x.device, *shape, False, False, way, nvrtc.alone(), joined)
     if found is None:
         return None
-    one, memory = found
+    one, exchange = found
     weight, bias = aligned(weight), aligned(bias)
     y = torch.empty_like(x)
     saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
     mask = mask_memory(x, activation, residual=residual is not None)
-    affine = weight.data_ptr(), bias.data_ptr()
-    outputs = saved.data_ptr(), *updated, y.data_ptr(), nvrtc.address(mask)
-    numbers = np.float32(momentum), np.float32(eps), np.float32(slope)
-    one.run(
-        memory,
-        (x.data_ptr(), nvrtc.address(residual)),
-        (*running, *affine, *outputs, *one.sizes, *numbers),
-        nvrtc.stream(x.device.index or 0),
-    )
+    one.run(*(x, residual, *exchange, *running, weight, bias, saved, *updated, y, mask), behind=(momentum, eps, slope))
     return y, saved, mask
 
 
@@ -309,37 +250,17 @@ def forward(
     if found is not None:
         return found
     weight, bias = aligned(weight), aligned(bias)
-    device = x.device.index or 0
     y = torch.empty_like(x)
     saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
     mask = mask_memory(x, activation, residual=residual is not None)
-    stream = nvrtc.stream(device)
-    plan = _plan(x, activation, residual is not None)
-    _statistics(plan, x, saved, running, updated, momentum, eps, moments)
-    plan.apply(
-        plan.grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            nvrtc.address(residual),
-            saved.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            y.data_ptr(),
-            nvrtc.address(mask),
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+    stats, apply = _launches(FORWARD, x, activation, residual is not None)
+    _statistics(stats, x, saved, running, updated, momentum, eps, moments)
+    apply.run(x, residual, saved, weight, bias, y, mask, behind=(slope,))
     return y, saved, mask
 
 
 def _statistics(
-    plan: Launch,
+    stats: Launch,
     x: torch.Tensor,
     saved: torch.Tensor,
     running: tuple[int, int],
@@ -352,10 +273,8 @@ def _statistics(
     if moments is not None:
         merge_moments(moments, saved, running, updated, momentum, eps)
         return
-    partial = saved.new_empty(plan.stats_partials)
-    addresses = (x.data_ptr(), partial.data_ptr(), nvrtc.tickets(x.device), saved.data_ptr(), *running, *updated)
-    sizes = (plan.rows, plan.vectors, plan.tile, np.float32(momentum), np.float32(eps))
-    plan.stats(plan.stats_grid, plan.block, (*addresses, *sizes), 0, nvrtc.stream(x.device.index or 0))
+    partial = saved.new_empty(stats.partials)
+    stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(momentum, eps))
 
 
 def statistics(
@@ -375,29 +294,16 @@ def statistics(
     Running statistics are updated in place. weight and bias are aligned. Args: as of `forward`.
     """
     saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=True)
-    _statistics(_plan(x, activation, residual), x, saved, running, updated, momentum, eps, moments)
+    stats, _ = _launches(FORWARD, x, activation, residual)
+    _statistics(stats, x, saved, running, updated, momentum, eps, moments)
     return saved
 
 
-@dataclass(frozen=True, slots=True)
-class _Merge:
-    """The launch that merges moments, or the sums of a gradient, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, Any]  # parts, channels
-
-
 @lru_cache(maxsize=4096)
-def _merge(source: str, parts: int, channels: int, device: int) -> _Merge:
-    defines = tuple(spec.moments_defines().items())
-    return _Merge(
-        kernel=nvrtc.function(source, spec.KERNELS[source][0], defines, device),
-        grid=(-(-channels // spec.MOMENTS_CHANNELS), 1, 1),
-        block=(spec.MOMENTS_THREADS, 1, 1),
-        sizes=(np.int32(parts), np.int32(channels)),
-    )
+def _merge(source: str, parts: int, channels: int, rows: tuple[int, ...], device: int) -> Launch:
+    """The launch that merges moments, or the sums of a gradient over so many `rows`."""
+    blocks, sizes = -(-channels // spec.MOMENTS_CHANNELS), (parts, channels, *rows)
+    return launch(source, spec.moments_defines(), device, blocks, spec.MOMENTS_THREADS, sizes)
 
 
 def merge_moments(
@@ -413,11 +319,8 @@ def merge_moments(
     Writes mean and inverse standard deviation to `saved`, and the new running statistics to the addresses `updated`; `running` are
     those of the old ones.
     """
-    device = moments.device.index or 0
-    plan = _merge(spec.MOMENTS, moments.shape[0], moments.shape[2], device)
-    addresses = (moments.data_ptr(), saved.data_ptr(), *running, *updated)
-    arguments = (*addresses, *plan.sizes, np.float32(momentum), np.float32(eps))
-    plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
+    plan = _merge(spec.MOMENTS, moments.shape[0], moments.shape[2], (), moments.device.index or 0)
+    plan.run(moments, saved, *running, *updated, behind=(momentum, eps))
 
 
 def backward_at_once(
@@ -442,18 +345,11 @@ def backward_at_once(
     found = _one(x.device, *shape, forked, True, way, nvrtc.alone(), joined)
     if found is None:
         return None
-    one, memory = found
+    one, exchange = found
     weight, bias = aligned(weight), aligned(bias)
     dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
-    common = saved.data_ptr(), weight.data_ptr(), bias.data_ptr()
-    outputs = dx.data_ptr(), nvrtc.address(dresidual), dweight.data_ptr(), dbias.data_ptr()
-    one.run(
-        memory,
-        (dy.data_ptr(), nvrtc.address(dy2), x.data_ptr(), nvrtc.address(mask)),
-        (*common, *outputs, *one.sizes, np.float32(slope)),
-        nvrtc.stream(x.device.index or 0),
-    )
+    one.run(*(dy, dy2, x, mask, *exchange, saved, weight, bias, dx, dresidual, dweight, dbias), behind=(slope,))
     return dx, dresidual, dweight, dbias
 
 
@@ -480,56 +376,16 @@ def backward(
     if found is not None:
         return found
     weight, bias = aligned(weight), aligned(bias)
-    device = x.device.index or 0
-    channels = x.shape[1]
     forked = dy2 is not None
+    reduce, apply = _launches(BACKWARD, x, activation, residual, forked=forked)
     dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
-    other, bits = nvrtc.address(dresidual), nvrtc.address(mask)
-    sums = dweight.data_ptr(), dbias.data_ptr()
-    above = (dy.data_ptr(), nvrtc.address(dy2))
-    common = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
-    stream = nvrtc.stream(device)
-    plan = _plan(x, activation, residual, forked=forked)
-    partial, coefficients = weight.new_empty(plan.partials), weight.new_empty(2, channels)
-    plan.reduce(
-        plan.grid,
-        plan.block,
-        (
-            *above,
-            x.data_ptr(),
-            bits,
-            *common,
-            other,
-            partial.data_ptr(),
-            nvrtc.tickets(x.device),
-            coefficients.data_ptr(),
-            *sums,
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
-    _apply_gradient(plan, (other, 0) if residual else above, x, common, coefficients.data_ptr(), dx, slope)
+    partial, coefficients = weight.new_empty(reduce.partials), weight.new_empty(2, x.shape[1])
+    sums = dresidual, partial, nvrtc.tickets(x.device), coefficients, dweight, dbias
+    reduce.run(dy, dy2, x, mask, saved, weight, bias, *sums, behind=(slope,))
+    above = (dresidual, None) if residual else (dy, dy2)
+    apply.run(*above, x, saved, weight, bias, coefficients, dx, behind=(slope,))
     return dx, dresidual, dweight, dbias
-
-
-def _apply_gradient(
-    plan: Launch,
-    above: tuple[int, int],
-    x: torch.Tensor,
-    common: tuple[int, int, int],
-    coefficient: int,
-    dx: torch.Tensor,
-    slope: float,
-) -> None:
-    """The backward's second launch."""
-    sizes = (plan.rows, plan.vectors, plan.tile, np.float32(slope))
-    arguments = (*above, x.data_ptr(), *common, coefficient, dx.data_ptr(), *sizes)
-    plan.backward_apply(plan.grid, plan.block, arguments, 0, nvrtc.stream(x.device.index or 0))
 
 
 def backward_of_sums(
@@ -541,17 +397,13 @@ def backward_of_sums(
     """
     weight, bias = aligned(weight), aligned(bias)
     n, channels, h, w = x.shape
-    device = x.device.index or 0
     dx = torch.empty_like(x)
     dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, channels)
-    merge = _merge(spec.GRADIENT_SUMS, sums.shape[0], channels, device)
-    outputs = coefficients.data_ptr(), dweight.data_ptr(), dbias.data_ptr()
-    arguments = (sums.data_ptr(), saved.data_ptr(), *outputs, *merge.sizes, np.int32(n * h * w))
-    merge.kernel(merge.grid, merge.block, arguments, 0, nvrtc.stream(device))
+    merge = _merge(spec.GRADIENT_SUMS, sums.shape[0], channels, (n * h * w,), x.device.index or 0)
+    merge.run(sums, saved, coefficients, dweight, dbias)
     # Any variant whose first launch leaves g: its second one knows no activation.
-    plan = _plan(x, "relu", True)
-    norm = saved.data_ptr(), weight.data_ptr(), bias.data_ptr()
-    _apply_gradient(plan, (g.data_ptr(), 0), x, norm, coefficients.data_ptr(), dx, 0.0)
+    _, apply = _launches(BACKWARD, x, "relu", True)
+    apply.run(g, None, x, saved, weight, bias, coefficients, dx, behind=(0.0,))
     return dx, dweight, dbias
 
 
@@ -580,25 +432,7 @@ def frozen_forward(
     masked = spec.frozen_masked(activation, residual is not None, affine_gradients)
     width = storage.vector_width(storage.name(x.dtype))
     mask = torch.empty(x.numel() // width if masked else 0, dtype=torch.uint8, device=x.device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            nvrtc.address(residual),
-            running_mean.data_ptr(),
-            running_var.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            y.data_ptr(),
-            mask.data_ptr(),
-            *plan.sizes,
-            np.float32(eps),
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    plan.run(x, residual, running_mean, running_var, weight, bias, y, mask, behind=(eps, slope))
     return y, mask
 
 
@@ -627,28 +461,6 @@ def frozen_backward(
     dresidual = torch.empty_like(dy) if residual else dy.new_empty(0)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dweight, dbias = (dy.new_empty(c if affine_gradients else 0, dtype=torch.float32) for _ in range(2))
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            nvrtc.address(x),
-            mask.data_ptr(),
-            running_mean.data_ptr(),
-            running_var.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.tickets(dy.device),
-            dx.data_ptr(),
-            dresidual.data_ptr(),
-            dweight.data_ptr(),
-            dbias.data_ptr(),
-            *plan.sizes,
-            np.float32(eps),
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    norm, sums = (running_mean, running_var, weight, bias), (partial, nvrtc.tickets(dy.device))
+    plan.run(dy, x, mask, *norm, *sums, dx, dresidual, dweight, dbias, behind=(eps, slope))
     return dx, dresidual, dweight, dbias

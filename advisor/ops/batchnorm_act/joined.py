@@ -6,41 +6,29 @@ the caller (spec).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.batchnorm_act import cuda, spec
-
-
-@dataclass(frozen=True, slots=True)
-class _Join:
-    """The launches between, ready to pass."""
-
-    statistics: Any
-    sums: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
+from advisor.ops.launches import Launch, launch
 
 
 @lru_cache(maxsize=4096)
-def _join(channels: int, device: int) -> _Join:
+def _join(entry: str, sizes: tuple[float, ...], device: int) -> Launch:
+    """One of the launches between, over the channels, the first of its sizes."""
     defines = spec.joined_defines()
-    statistics, sums = (
-        nvrtc.function(spec.JOINED_ROWS, entry, tuple(defines.items()), device)
-        for entry in spec.KERNELS[spec.JOINED_ROWS]
-    )
-    return _Join(statistics, sums, grid=(-(-channels // defines["THREADS"]), 1, 1), block=(defines["THREADS"], 1, 1))
+    threads = defines["THREADS"]
+    blocks = -(-int(sizes[0]) // threads)
+    return launch(spec.JOINED_ROWS, defines, device, blocks, threads, sizes, entry=entry)
 
 
-def _plan(x: torch.Tensor, joined: int, activation: str, residual: bool) -> cuda.Launch:
+def _pass(name: str, x: torch.Tensor, joined: int, activation: str, residual: bool) -> Launch:
     n, c, h, w = x.shape
-    device = x.device.index or 0
-    return cuda.launch(n * h * w // joined, c * joined, x.dtype, activation, residual, False, device, joined=True)
+    shape, device = (n * h * w // joined, c * joined), x.device.index or 0
+    return cuda.one_of_two(name, shape, x.dtype, activation, residual, False, device, joined=True)
 
 
 def forward(
@@ -63,42 +51,23 @@ def forward(
     if found is not None:
         return found
     device = x.device.index or 0
-    plan, join = _plan(x, joined, activation, residual is not None), _join(channels, device)
+    of = x, joined, activation, residual is not None
     y = torch.empty_like(x)
     saved = weight.new_empty(6, joined, channels)
-    partial = weight.new_empty(plan.stats_partials)
+    stats = _pass("stats", *of)
+    partial = weight.new_empty(stats.partials)
     mask = cuda.mask_memory(x, activation, residual=residual is not None)
-    stream = nvrtc.stream(device)
     row = 4 * joined * channels
     at = [saved.data_ptr() + i * row for i in range(6)]
     # The first launch reads old running values of each of its columns and writes new ones: here x's bits, to where the next one writes anew.
-    first = (x.data_ptr(), partial.data_ptr(), nvrtc.tickets(x.device), at[4], x.data_ptr(), x.data_ptr(), at[2], at[3])
-    sizes = (plan.rows, plan.vectors, plan.tile)
-    plan.stats(plan.stats_grid, plan.block, (*first, *sizes, np.float32(1.0), np.float32(0.0)), 0, stream)
+    stats.run(x, partial, nvrtc.tickets(x.device), at[4], x, x, at[2], at[3], behind=(1.0, 0.0))
     if running_mean is None or running_var is None:  # as in `cuda`: they are read, and written to where nobody looks
-        running, updated = (bias.data_ptr(), weight.data_ptr()), (at[4], at[5])
+        running: tuple[Any, ...] = (bias, weight, at[4], at[5])
     else:
-        running = updated = running_mean.data_ptr(), running_var.data_ptr()
-    join.statistics(
-        join.grid,
-        join.block,
-        (
-            saved.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            *running,
-            *updated,
-            np.int32(channels),
-            np.int32(joined),
-            np.float64(n * h * w),
-            np.float32(momentum),
-            np.float32(eps),
-        ),
-        0,
-        stream,
-    )
-    passed = (x.data_ptr(), nvrtc.address(residual), at[0], at[2], at[3], y.data_ptr(), nvrtc.address(mask))
-    plan.apply(plan.grid, plan.block, (*passed, *sizes, np.float32(slope)), 0, stream)
+        running = running_mean, running_var, running_mean, running_var
+    join = _join("batchnorm_join_statistics", (channels, joined, float(n * h * w)), device)
+    join.run(saved, weight, bias, *running, behind=(momentum, eps))
+    _pass("apply", *of).run(x, residual, at[0], at[2], at[3], y, mask, behind=(slope,))
     return y, saved, mask
 
 
@@ -122,19 +91,16 @@ def backward(
         if found is not None:
             return found
         saved = torch.stack((*saved[:2], weight, bias)).unsqueeze(1).repeat(1, joined, 1)
-    plan, join = _plan(x, joined, activation, residual), _join(channels, device)
+    of = x, joined, activation, residual
+    reduce = _pass("backward_reduce", *of)
     dx, dresidual = cuda.gradient_memory(dy, x, activation, residual=residual, forked=False)
-    columns, partial = saved.new_empty(4, joined, channels), saved.new_empty(plan.partials)
+    columns, partial = saved.new_empty(4, joined, channels), saved.new_empty(reduce.partials)
     dweight, dbias = saved.new_empty(channels), saved.new_empty(channels)
-    stream = nvrtc.stream(device)
     row = 4 * joined * channels
-    at, norm = columns.data_ptr(), (saved.data_ptr(), saved.data_ptr() + 2 * row, saved.data_ptr() + 3 * row)
-    sizes = (plan.rows, plan.vectors, plan.tile, np.float32(slope))
-    above, other = (dy.data_ptr(), 0), nvrtc.address(dresidual)
-    sums = (other, partial.data_ptr(), nvrtc.tickets(x.device), at, at + 2 * row, at + 3 * row)
-    plan.reduce(plan.grid, plan.block, (*above, x.data_ptr(), nvrtc.address(mask), *norm, *sums, *sizes), 0, stream)
-    totals = (at, dweight.data_ptr(), dbias.data_ptr(), np.int32(channels), np.int32(joined))
-    join.sums(join.grid, join.block, totals, 0, stream)
-    given = (other, 0) if residual else above
-    plan.backward_apply(plan.grid, plan.block, (*given, x.data_ptr(), *norm, at, dx.data_ptr(), *sizes), 0, stream)
+    at, norm = columns.data_ptr(), (saved, saved.data_ptr() + 2 * row, saved.data_ptr() + 3 * row)
+    sums = dresidual, partial, nvrtc.tickets(x.device), at, at + 2 * row, at + 3 * row
+    reduce.run(dy, None, x, mask, *norm, *sums, behind=(slope,))
+    _join("batchnorm_join_sums", (channels, joined), device).run(at, dweight, dbias)
+    given = dresidual if residual else dy
+    _pass("backward_apply", *of).run(given, None, x, *norm, at, dx, behind=(slope,))
     return dx, dresidual, dweight, dbias

@@ -2,81 +2,68 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_concat import spec
 from advisor.ops.channel_tiles import Geometry
+from advisor.ops.launches import Launch, launch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    partials: int  # fp32 values
-    rows: Any
-    vectors: Any
-    tile: Any
-
-
-def _launch(source: str, entry: str, defines: dict[str, int], shape: Geometry, channels: int, device: int) -> _Launch:
-    return _Launch(
-        kernel=nvrtc.function(source, entry, tuple(defines.items()), device),
-        grid=(shape.row_blocks, shape.tiles, 1),
-        block=(defines["THREADS"], 1, 1),
-        partials=shape.row_blocks * 2 * channels,
-        rows=np.int64(shape.rows),
-        vectors=np.int32(shape.vectors),
-        tile=np.int32(shape.tile),
-    )
+def _launch(
+    source: str,
+    defines: dict[str, int],
+    shape: Geometry,
+    channels: int,
+    pitches: tuple[int, ...],
+    dtype: torch.dtype,
+    device: int,
+    entry: str = "",
+) -> Launch:
+    """`pitches`: channels from a pixel to the next one, of each tensor that is told."""
+    grid, width = (shape.row_blocks, shape.tiles), storage.vector_width(storage.name(dtype))
+    sizes = shape.rows, shape.vectors, *(pitch // width for pitch in pitches), shape.tile
+    partials = shape.row_blocks * 2 * channels
+    return launch(source, defines, device, grid, defines["THREADS"], sizes, entry=entry).leaving(partials)
 
 
 @lru_cache(maxsize=4096)
-def _append(rows: int, channels: int, dtype: torch.dtype, backward: bool, device: int) -> _Launch:
+def _append(
+    rows: int, channels: int, pitches: tuple[int, ...], dtype: torch.dtype, backward: bool, device: int
+) -> Launch:
     name, blocks = storage.name(dtype), spec.BLOCKS_PER_SM if backward else spec.APPEND_BLOCKS_PER_SM
     shape = spec.geometry(rows, channels, name, nvrtc.sm_count(device), blocks_per_sm=blocks, unroll=spec.UNROLL)
     entry = spec.KERNELS[spec.APPEND][backward]
-    return _launch(spec.APPEND, entry, spec.append_defines(name), shape, channels, device)
+    return _launch(spec.APPEND, spec.append_defines(name), shape, channels, pitches, dtype, device, entry)
 
 
 @lru_cache(maxsize=4096)
-def _forward(rows: int, channels: int, dtype: torch.dtype, activation: str, device: int) -> _Launch:
+def _forward(rows: int, channels: int, pitch: int, dtype: torch.dtype, activation: str, device: int) -> Launch:
     name = storage.name(dtype)
-    shape = spec.forward_geometry(rows, channels, name)
-    (entry,) = spec.KERNELS[spec.FORWARD]
-    return _launch(spec.FORWARD, entry, spec.forward_defines(name, activation), shape, channels, device)
+    shape, defines = spec.forward_geometry(rows, channels, name), spec.forward_defines(name, activation)
+    return _launch(spec.FORWARD, defines, shape, channels, (pitch,), dtype, device, "batchnorm_concat_apply")
 
 
 @lru_cache(maxsize=4096)
-def _backward(rows: int, channels: int, dtype: torch.dtype, activation: str, later: bool, device: int) -> _Launch:
-    name = storage.name(dtype)
-    shape = spec.geometry(
-        rows,
-        channels,
-        name,
-        nvrtc.sm_count(device),
-        blocks_per_sm=spec.BLOCKS_PER_SM,
-        unroll=spec.BACKWARD_UNROLL,
-        lines=True,
-    )
-    (entry,) = spec.KERNELS[spec.BACKWARD]
-    return _launch(spec.BACKWARD, entry, spec.backward_defines(name, activation, later), shape, channels, device)
-
-
-@lru_cache(maxsize=4096)
-def _pitch(channels: int, dtype: torch.dtype) -> Any:
-    return np.int32(channels // storage.vector_width(storage.name(dtype)))
+def _backward(
+    rows: int,
+    channels: int,
+    pitches: tuple[int, int],
+    dtype: torch.dtype,
+    activation: str,
+    later: bool,
+    device: int,
+) -> Launch:
+    name, sms = storage.name(dtype), nvrtc.sm_count(device)
+    of_blocks = {"blocks_per_sm": spec.BLOCKS_PER_SM, "unroll": spec.BACKWARD_UNROLL}
+    shape = spec.geometry(rows, channels, name, sms, **of_blocks, lines=True)
+    defines = spec.backward_defines(name, activation, later)
+    return _launch(spec.BACKWARD, defines, shape, channels, pitches, dtype, device)
 
 
 def concatenation(feature: torch.Tensor, channels: int) -> torch.Tensor:
@@ -105,28 +92,11 @@ def append(feature: torch.Tensor, whole: torch.Tensor, moments: torch.Tensor, fi
     """
     n, c, h, w = feature.shape
     device = feature.device.index or 0
-    plan = _append(n * h * w, c, feature.dtype, False, device)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=feature.device)
     channels = whole.shape[1]
-    mean = moments.data_ptr() + 4 * first
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            feature.data_ptr(),
-            whole.data_ptr() + first * whole.element_size(),
-            partial.data_ptr(),
-            nvrtc.tickets(feature.device),
-            mean,
-            mean + 4 * channels,
-            plan.rows,
-            plan.vectors,
-            _pitch(channels, feature.dtype),
-            plan.tile,
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    plan = _append(n * h * w, c, (channels,), feature.dtype, False, device)
+    partial = torch.empty(plan.partials, dtype=torch.float32, device=feature.device)
+    mean, to = moments.data_ptr() + 4 * first, whole.data_ptr() + first * whole.element_size()
+    plan.run(feature, to, partial, nvrtc.tickets(feature.device), mean, mean + 4 * channels)
 
 
 def append_backward(
@@ -138,28 +108,11 @@ def append_backward(
     """
     n, _, h, w = x.shape
     device = x.device.index or 0
-    plan = _append(n * h * w, channels, x.dtype, True, device)
+    plan = _append(n * h * w, channels, (gradient.stride(3), x.stride(3)), x.dtype, True, device)
     feature = concatenation(x, channels)
     offset, a = first * x.element_size(), corrections.data_ptr() + 4 * first
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            gradient.data_ptr() + offset,
-            x.data_ptr() + offset,
-            moments.data_ptr() + 4 * first,
-            a,
-            a + 4 * corrections.stride(0),
-            feature.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            _pitch(gradient.stride(3), x.dtype),
-            _pitch(x.stride(3), x.dtype),
-            plan.tile,
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    of = gradient.data_ptr() + offset, x.data_ptr() + offset, moments.data_ptr() + 4 * first
+    plan.run(*of, a, a + 4 * corrections.stride(0), feature)
     return feature
 
 
@@ -182,32 +135,11 @@ def forward(
     weight, bias = aligned(weight), aligned(bias)
     n, c, h, w = x.shape
     device = x.device.index or 0
-    plan = _forward(n * h * w, c, x.dtype, activation, device)
+    plan = _forward(n * h * w, c, x.stride(3), x.dtype, activation, device)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     mean = moments.data_ptr()
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            mean,
-            mean + 4 * moments.stride(0),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            running_mean.data_ptr(),
-            running_var.data_ptr(),
-            y.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            _pitch(x.stride(3), x.dtype),
-            plan.tile,
-            np.float32(momentum),
-            np.float32(eps),
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    norm = mean, mean + 4 * moments.stride(0), weight, bias, running_mean, running_var
+    plan.run(x, *norm, y, behind=(momentum, eps, slope))
     return y
 
 
@@ -229,45 +161,16 @@ def backward(
     weight, bias = aligned(weight), aligned(bias)
     n, c, h, w = x.shape
     device = x.device.index or 0
-    plan = _backward(n * h * w, c, x.dtype, activation, later is not None, device)
+    pitches = x.stride(3), 0 if later is None else later[0].stride(3)
+    plan = _backward(n * h * w, c, pitches, x.dtype, activation, later is not None, device)
     gradient = torch.empty_like(x, memory_format=torch.channels_last)
     corrections = weight.new_empty(2, c)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    own, mean = corrections.data_ptr(), moments.data_ptr()
-    behind, a, b, pitch = 0, 0, 0, 0
-    if later is not None:
-        behind, a, pitch = later[0].data_ptr(), later[1].data_ptr(), later[0].stride(3)
-        b = a + 4 * later[1].stride(0)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            x.data_ptr(),
-            behind,
-            mean,
-            mean + 4 * moments.stride(0),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            a,
-            b,
-            partial.data_ptr(),
-            nvrtc.tickets(x.device),
-            gradient.data_ptr(),
-            own,
-            own + 4 * c,
-            dweight.data_ptr(),
-            dbias.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            _pitch(x.stride(3), x.dtype),
-            _pitch(pitch, x.dtype),
-            plan.tile,
-            np.float32(eps),
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    own, mean, a = corrections.data_ptr(), moments.data_ptr(), 0 if later is None else later[1].data_ptr()
+    b = 0 if later is None else a + 4 * later[1].stride(0)
+    norm = mean, mean + 4 * moments.stride(0), weight, bias
+    results = gradient, own, own + 4 * c, dweight, dbias
+    behind = None if later is None else later[0]
+    plan.run(dy, x, behind, *norm, a, b, partial, nvrtc.tickets(x.device), *results, behind=(eps, slope))
     return gradient, corrections, dweight, dbias

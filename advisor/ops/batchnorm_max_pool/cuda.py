@@ -6,89 +6,39 @@ elements of x for x.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned, empty_nhwc
-from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.batchnorm_act.cuda import merge_moments
+from advisor.ops.batchnorm_act.cuda import merge_moments, one_of_two
 from advisor.ops.batchnorm_max_pool import spec
+from advisor.ops.launches import Launch, launch
+from advisor.ops.pooling.cuda import output
 from advisor.ops.pooling.spec import Window
 
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """One kernel's launch at one shape, dtype and variant, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, ...]
-    partials: int = 0  # fp32 values of scratch
+Shape = tuple[int, int, int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    stats: _Launch
-    forward: _Launch
-    reduce: _Launch
-    backward: _Launch
-    out_size: tuple[int, int]
-    share: Any  # outputs / inputs of a channel
-
-
-def _channels(
-    source: str, entry: int, rows: int, c: int, name: str, activation: str, per_sm: int, device: int
-) -> _Launch:
-    """A launch of one of kernels/batchnorm over [rows, c]."""
-    shape = batchnorm_act.geometry(rows, c, name, nvrtc.sm_count(device), per_sm)
-    defines = tuple(batchnorm_act.defines(name, activation, False).items())
-    return _Launch(
-        nvrtc.function(source, batchnorm_act.KERNELS[source][entry], defines, device),
-        (shape.row_blocks, shape.tiles, 1),
-        (batchnorm_act.THREADS, 1, 1),
-        (np.int64(rows), np.int32(shape.vectors), np.int32(shape.tile)),
-        shape.row_blocks * 2 * c,
-    )
-
-
-def _tiles(
-    source: str, shape: tuple[int, int, int, int], name: str, activation: str, window: Window, device: int
-) -> _Launch:
+def _tiles(source: str, shape: Shape, dtype: torch.dtype, activation: str, window: Window, device: int) -> Launch:
     n, _, h, w = shape
+    name, (oh, ow) = storage.name(dtype), window.output(h, w)
     tile = spec.geometry(window, shape, name, nvrtc.sm_count(device), backward=source == spec.BACKWARD)
-    (entry,) = spec.KERNELS[source]
-    values = (tile.vectors, h, w, *window.output(h, w), *window.padding, tile.row_tiles, tile.column_tiles, n)
-    return _Launch(
-        nvrtc.function(source, entry, tuple(spec.defines(window, name, activation).items()), device),
-        tile.grid,
-        tile.block,
-        tuple(np.int32(value) for value in values),
-    )
+    sizes = tile.vectors, h, w, oh, ow, *window.padding, tile.row_tiles, tile.column_tiles, n
+    share = (oh * ow / (h * w),) if source == spec.BACKWARD else ()  # outputs / inputs of a channel
+    return launch(source, spec.defines(window, name, activation), device, tile.grid, tile.block, (*sizes, *share))
 
 
 @lru_cache(maxsize=1024)
-def _plan(shape: tuple[int, int, int, int], dtype: torch.dtype, activation: str, window: Window, device: int) -> _Plan:
+def _launches(
+    names: tuple[str, str], shape: Shape, dtype: torch.dtype, activation: str, window: Window, device: int
+) -> tuple[Launch, Launch]:
+    """Of kernels/batchnorm over rows of channels, and of the windows. `names`: the first one's, and the second's source."""
     n, c, h, w = shape
-    name = storage.name(dtype)
-    oh, ow = window.output(h, w)
-    return _Plan(
-        stats=_channels(
-            batchnorm_act.FORWARD, 0, n * h * w, c, name, activation, batchnorm_act.STATS_BLOCKS_PER_SM, device
-        ),
-        forward=_tiles(spec.FORWARD, shape, name, activation, window, device),
-        reduce=_channels(
-            batchnorm_act.BACKWARD, 0, n * oh * ow, c, name, activation, batchnorm_act.BLOCKS_PER_SM, device
-        ),
-        backward=_tiles(spec.BACKWARD, shape, name, activation, window, device),
-        out_size=(oh, ow),
-        share=np.float32(oh * ow / (h * w)),
-    )
+    oh, ow = (h, w) if names[1] == spec.FORWARD else window.output(h, w)
+    rows = one_of_two(names[0], (n * oh * ow, c), dtype, activation, False, False, device)
+    return rows, _tiles(names[1], shape, dtype, activation, window, device)
 
 
 def forward(
@@ -115,51 +65,18 @@ def forward(
     device = x.device.index or 0
     n, c, h, w = x.shape
     weight, bias = aligned(weight), aligned(bias)
-    plan = _plan((n, c, h, w), x.dtype, activation, window, device)
-    shape = (n, c, *plan.out_size)
+    stats, pooled = _launches(("stats", spec.FORWARD), (n, c, h, w), x.dtype, activation, window, device)
+    shape = output(x.shape, window)
     y, chosen, index = empty_nhwc(shape, x), empty_nhwc(shape, x), empty_nhwc(shape, x, torch.uint8)
     saved = torch.empty((2 if in_place else 4, c), dtype=torch.float32, device=x.device)
-    stream = nvrtc.stream(device)
     running = running_mean.data_ptr(), running_var.data_ptr()
     updated = running if in_place else (saved.data_ptr() + 8 * c, saved.data_ptr() + 12 * c)
     if moments is not None:
         merge_moments(moments, saved, running, updated, momentum, eps)
     else:
-        partial = torch.empty(plan.stats.partials, dtype=torch.float32, device=x.device)
-        plan.stats.kernel(
-            plan.stats.grid,
-            plan.stats.block,
-            (
-                x.data_ptr(),
-                partial.data_ptr(),
-                nvrtc.tickets(x.device),
-                saved.data_ptr(),
-                *running,
-                *updated,
-                *plan.stats.sizes,
-                np.float32(momentum),
-                np.float32(eps),
-            ),
-            0,
-            stream,
-        )
-    plan.forward.kernel(
-        plan.forward.grid,
-        plan.forward.block,
-        (
-            x.data_ptr(),
-            saved.data_ptr(),
-            weight.data_ptr(),
-            bias.data_ptr(),
-            y.data_ptr(),
-            index.data_ptr(),
-            chosen.data_ptr(),
-            *plan.forward.sizes,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+        partial = torch.empty(stats.partials, dtype=torch.float32, device=x.device)
+        stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(momentum, eps))
+    pooled.run(x, saved, weight, bias, y, index, chosen, behind=(slope,))
     return y, saved, index, chosen
 
 
@@ -179,48 +96,14 @@ def backward(
     device = x.device.index or 0
     n, c, h, w = x.shape
     weight, bias = aligned(weight), aligned(bias)
-    plan = _plan((n, c, h, w), x.dtype, activation, window, device)
     dx = torch.empty_like(x)
-    partial = torch.empty(plan.reduce.partials, dtype=torch.float32, device=x.device)
+    names = "backward_reduce", spec.BACKWARD
+    reduce, pooled = _launches(names, (n, c, h, w), x.dtype, activation, window, device)
+    partial = torch.empty(reduce.partials, dtype=torch.float32, device=x.device)
     dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, c)
-    constants = (saved.data_ptr(), weight.data_ptr(), bias.data_ptr())
-    stream = nvrtc.stream(device)
-    plan.reduce.kernel(
-        plan.reduce.grid,
-        plan.reduce.block,
-        (
-            dy.data_ptr(),
-            0,  # no second gradient
-            chosen.data_ptr(),
-            0,  # no mask: that is the residual's
-            *constants,
-            0,  # no gradient of a residual
-            partial.data_ptr(),
-            nvrtc.tickets(x.device),
-            coefficients.data_ptr(),
-            dweight.data_ptr(),
-            dbias.data_ptr(),
-            *plan.reduce.sizes,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
-    plan.backward.kernel(
-        plan.backward.grid,
-        plan.backward.block,
-        (
-            dy.data_ptr(),
-            index.data_ptr(),
-            x.data_ptr(),
-            *constants,
-            coefficients.data_ptr(),
-            dx.data_ptr(),
-            *plan.backward.sizes,
-            plan.share,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+    norm = saved, weight, bias
+    sums = partial, nvrtc.tickets(x.device), coefficients, dweight, dbias
+    # Without a second gradient, a mask, which is the residual's, and its gradient.
+    reduce.run(dy, None, chosen, None, *norm, None, *sums, behind=(slope,))
+    pooled.run(dy, index, x, *norm, coefficients, dx, behind=(slope,))
     return dx, dweight, dbias

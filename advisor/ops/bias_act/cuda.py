@@ -2,51 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import channel_tiles, nvrtc, storage
 from advisor.ops.bias_act import spec
+from advisor.ops.launches import Launch, launch
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, ...]
-    partials: int = 0  # fp32 values
-
-
-def _flat(source: str, defines: dict[str, int], total: int, sizes: tuple[int, ...], device: int) -> _Launch:
+def _flat(source: str, defines: dict[str, int], total: int, sizes: tuple[int, ...], device: int) -> Launch:
     """Of a pass over `total` vectors; `sizes` stand behind that among its arguments."""
-    blocks = channel_tiles.flat_blocks(total, threads=defines["THREADS"], unroll=defines["UNROLL"])
-    return _Launch(
-        kernel=nvrtc.function(source, *spec.KERNELS[source], tuple(defines.items()), device),
-        grid=(blocks, 1, 1),
-        block=(defines["THREADS"], 1, 1),
-        sizes=tuple(map(np.uint32, (total, *sizes))),
-    )
+    threads = defines["THREADS"]
+    blocks = channel_tiles.flat_blocks(total, threads=threads, unroll=defines["UNROLL"])
+    return launch(source, defines, device, blocks, threads, (total, *sizes))
 
 
 def _summing(
-    source: str, defines: dict[str, int], sizes: tuple[Any, ...], rows: int, channels: int, dtype: str, device: int
-) -> _Launch:
+    source: str, defines: dict[str, int], sizes: tuple[int, ...], rows: int, channels: int, dtype: str, device: int
+) -> Launch:
     """Of a pass over [rows, channels] that ends in sums over rows; `sizes` stand before a row's vectors and tile among its arguments."""
     shape = spec.geometry(rows, channels, dtype, nvrtc.sm_count(device), defines)
-    return _Launch(
-        kernel=nvrtc.function(source, *spec.KERNELS[source], tuple(defines.items()), device),
-        grid=(shape.row_blocks, shape.tiles, 1),
-        block=(defines["THREADS"], 1, 1),
-        sizes=(*sizes, np.int32(shape.vectors), np.int32(shape.tile)),
-        partials=shape.row_blocks * 2 * channels,
-    )
+    grid, partials = (shape.row_blocks, shape.tiles), shape.row_blocks * 2 * channels
+    sizes = *sizes, shape.vectors, shape.tile
+    return launch(source, defines, device, grid, defines["THREADS"], sizes).leaving(partials)
 
 
 @lru_cache(maxsize=4096)
@@ -60,11 +39,11 @@ def _bias_act(
     residual: bool,
     masks: bool,
     device: int,
-) -> _Launch:
+) -> Launch:
     name, rows = storage.name(dtype), x.numel() // x[dim]
     defines = spec.defines(source, name, activation, bias=bias, residual=residual, masks=masks)
     if source == spec.BACKWARD:
-        return _summing(source, defines, (np.int64(rows),), rows, x[dim], name, device)
+        return _summing(source, defines, (rows,), rows, x[dim], name, device)
     vectors = x[dim] // storage.vector_width(name)
     return _flat(source, defines, rows * vectors, (vectors,) if source == spec.FORWARD else (), device)
 
@@ -78,12 +57,12 @@ def _scale_add(
     variant: spec.Scaled,
     half_keep: bool,
     device: int,
-) -> _Launch:
+) -> Launch:
     n, channels, h, w = x
     name, rows = storage.name(dtype), n * h * w
     defines = spec.scale_defines(source, name, variant, wide=result != dtype, half_keep=half_keep)
     if source == spec.SCALE_BACKWARD:
-        return _summing(source, defines, (np.int32(rows), np.int32(h * w)), rows, channels, name, device)
+        return _summing(source, defines, (rows, h * w), rows, channels, name, device)
     vectors = channels // storage.vector_width(name)
     sizes = (h * w * vectors, vectors) if source == spec.SCALE_FORWARD else (h * w * vectors,)
     return _flat(source, defines, rows * vectors, sizes, device)
@@ -114,21 +93,7 @@ def bias_act(
     device = x.device.index or 0
     variant = bias is not None, residual is not None, mask is not None
     plan = _bias_act(spec.FORWARD, x.shape, dim, x.dtype, activation, *variant, device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            nvrtc.address(bias),
-            nvrtc.address(residual),
-            out.data_ptr(),
-            nvrtc.address(mask),
-            *plan.sizes,
-            np.float32(slope),
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    plan.run(x, bias, residual, out, mask, behind=(slope,))
 
 
 def bias_act_backward(
@@ -142,15 +107,12 @@ def bias_act_backward(
     source = spec.backward(bias=bias is not None)
     plan = _bias_act(source, dy.shape, dim, dy.dtype, activation, bias is not None, False, False, device)
     dx = torch.empty_like(dy)
-    sizes, stream = (*plan.sizes, np.float32(slope)), nvrtc.stream(device)
-    above, kept, below = dy.data_ptr(), saved.data_ptr(), dx.data_ptr()
     if bias is None:
-        plan.kernel(plan.grid, plan.block, (above, kept, below, *sizes), 0, stream)
+        plan.run(dy, saved, dx, behind=(slope,))
         return dx, None
     dbias, partial = torch.empty_like(bias), bias.new_empty(plan.partials)
-    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
-    read = (0, kept) if activation in spec.MASKED else (kept, 0)  # x, or the mask
-    plan.kernel(plan.grid, plan.block, (above, *read, bias.data_ptr(), below, *sums, *sizes), 0, stream)
+    read = (None, saved) if activation in spec.MASKED else (saved, None)  # x, or the mask
+    plan.run(dy, *read, bias, dx, partial, nvrtc.tickets(dy.device), dbias, behind=(slope,))
     return dx, dbias
 
 
@@ -175,22 +137,7 @@ def scale_add(
     plan = _scale_add(spec.SCALE_FORWARD, branch.shape, branch.dtype, result, variant, _is_half(keep), device)
     y = torch.empty_like(residual, dtype=result)
     half = torch.empty_like(branch) if twin else None
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            branch.data_ptr(),
-            nvrtc.address(bias),
-            nvrtc.address(scale),
-            nvrtc.address(keep),
-            residual.data_ptr(),
-            y.data_ptr(),
-            nvrtc.address(half),
-            *plan.sizes,
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    plan.run(branch, bias, scale, keep, residual, y, half)
     return y, half
 
 
@@ -217,18 +164,16 @@ def scale_add_backward(
     plan = _scale_add(source, dy.shape, dtype, dy.dtype, variant, _is_half(keep), device)
     dbranch = torch.empty_like(dy, dtype=dtype)
     dresidual = torch.empty_like(dy, dtype=residual) if variant.mixed or variant.twin else None
-    above, below = (dy.data_ptr(), nvrtc.address(half)), (dbranch.data_ptr(), nvrtc.address(dresidual))
-    factors, stream = nvrtc.address(keep), nvrtc.stream(device)
+    below = dbranch, dresidual
     if dresidual is None:
         dresidual = dy
     if scale is None:
-        plan.kernel(plan.grid, plan.block, (*above, factors, *below, *plan.sizes), 0, stream)
+        plan.run(dy, half, keep, *below)
         return dbranch, None, None, dresidual
     dscale, partial = scale.new_empty(scale.numel()), scale.new_empty(plan.partials)
     dbias = None if bias is None else torch.empty_like(bias)
-    operands = (nvrtc.address(branch), nvrtc.address(bias), scale.data_ptr(), factors)
-    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dscale.data_ptr(), nvrtc.address(dbias))
-    plan.kernel(plan.grid, plan.block, (*above, *operands, *below, *sums, *plan.sizes), 0, stream)
+    sums = partial, nvrtc.tickets(dy.device), dscale, dbias
+    plan.run(dy, half, branch, bias, scale, keep, *below, *sums)
     return dbranch, dbias, dscale, dresidual
 
 

@@ -8,7 +8,7 @@ import torch
 
 from advisor.ops import channel_launches, nvrtc
 from advisor.ops.bias_add import spec
-from advisor.ops.channel_launches import Launch
+from advisor.ops.launches import Launch
 
 
 @lru_cache(maxsize=4096)
@@ -23,18 +23,12 @@ def _backward(shape: torch.Size, dtype: torch.dtype, device: int) -> Launch:
 
 def forward(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None, out: torch.Tensor) -> None:
     """x + bias (+ residual) into `out`, which may be x. x, residual, out: [N, C, H, W] channels_last, of one dtype; bias: [C] fp32."""
-    device = x.device.index or 0
-    plan = _forward(x.shape, x.dtype, residual is not None, device)
-    addresses = (x.data_ptr(), bias.data_ptr(), nvrtc.address(residual), out.data_ptr())
-    plan.kernel(plan.grid, plan.block, (*addresses, *plan.sizes), 0, nvrtc.stream(device))
+    _forward(x.shape, x.dtype, residual is not None, x.device.index or 0).run(x, bias, residual, out)
 
 
 def backward(dy: torch.Tensor) -> torch.Tensor:
     """Returns dbias [C] fp32 of dy [N, C, H, W] channels_last."""
-    device = dy.device.index or 0
-    plan = _backward(dy.shape, dy.dtype, device)
+    plan = _backward(dy.shape, dy.dtype, dy.device.index or 0)
     dbias = dy.new_empty(dy.shape[1], dtype=torch.float32)
-    partial = dbias.new_empty(plan.partials)
-    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dbias.data_ptr())
-    plan.kernel(plan.grid, plan.block, (dy.data_ptr(), *sums, *plan.sizes), 0, nvrtc.stream(device))
+    plan.run(dy, dbias.new_empty(plan.partials), nvrtc.tickets(dy.device), dbias)
     return dbias

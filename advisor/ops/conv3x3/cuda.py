@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage, tensor_map
@@ -13,6 +11,7 @@ from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import spec
 from advisor.ops.conv3x3 import weight as blocks
 from advisor.ops.conv3x3.spec import Call
+from advisor.ops.launches import Launch, launch
 
 
 @lru_cache(maxsize=4096)
@@ -23,30 +22,27 @@ def _launch(
     weight_strides: tuple[int, ...],
     device: int,
     moments: bool,
-) -> tuple[Any, spec.Plan, tuple[np.int32, ...]]:
-    """The kernel, its plan, and the sizes that stand behind the addresses."""
+) -> tuple[Launch, spec.Plan]:
     plan = spec.plan(product, nvrtc.sm_count(device))
     names = storage.name(dtype), storage.name(weight_dtype)
     macros = spec.defines(product, plan, *names, moments=moments)
-    kernel = nvrtc.function(spec.CONV, spec.KERNELS[spec.CONV][0], tuple(macros.items()), device, plan.shared_bytes)
-    sizes = (plan.tiles, plan.strips, plan.bands, product.height, product.width, *weight_strides)
-    return kernel, plan, tuple(map(np.int32, sizes))
+    sizes = plan.tiles, plan.strips, plan.bands, product.height, product.width, *weight_strides
+    nbytes = plan.shared_bytes
+    return launch(spec.CONV, macros, device, plan.grid, spec.THREADS, sizes, shared_bytes=nbytes), plan
 
 
 def _product(
     x: torch.Tensor, weight: torch.Tensor, product: Call, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    device = x.device.index or 0
-    kernel, plan, sizes = _launch(product, x.dtype, weight.dtype, weight.stride(), device, moments)
+    made, plan = _launch(product, x.dtype, weight.dtype, weight.stride(), x.device.index or 0, moments)
     shape = (product.batch, product.outputs, product.height, product.width)
     y = empty_nhwc(shape, x)
     boxes = tensor_map.boxes(x, spec.LINE, spec.PITCH, plan.columns // 8 + 2)
-    addresses = [boxes, x.data_ptr(), weight.data_ptr(), y.data_ptr()]
-    parts = None
-    if moments:
-        parts = torch.empty((plan.moment_parts, 3, product.outputs), dtype=torch.float32, device=x.device)
-        addresses.append(parts.data_ptr())
-    kernel((plan.grid, 1, 1), (spec.THREADS, 1, 1), (*addresses, *sizes), plan.shared_bytes, nvrtc.stream(device))
+    if not moments:
+        made.run(boxes, x, weight, y)
+        return y, None
+    parts = torch.empty((plan.moment_parts, 3, product.outputs), dtype=torch.float32, device=x.device)
+    made.run(boxes, x, weight, y, parts)
     return y, parts
 
 
@@ -68,23 +64,26 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
 @lru_cache(maxsize=4096)
 def _weight(
     call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
-) -> tuple[Any, Any, blocks.Plan, tuple[np.int32, ...], tuple[np.int32, ...]]:
-    """The kernel, the one that adds up what it leaves, their plan, and the sizes that stand behind the addresses of each."""
+) -> tuple[Launch, Launch, blocks.Plan]:
+    """The launch, the one that adds up what it leaves, and their plan."""
     plan = spec.weight_plan(call, nvrtc.sm_count(device))
-    macros = tuple(spec.weight_defines(call, plan, storage.name(dtype), storage.name(weight_dtype)).items())
+    macros = spec.weight_defines(call, plan, storage.name(dtype), storage.name(weight_dtype))
     first, second = spec.KERNELS[spec.BACKWARD_WEIGHT]
-    partial = nvrtc.function(spec.BACKWARD_WEIGHT, first, macros, device, plan.shared_bytes)
-    total = nvrtc.function(spec.BACKWARD_WEIGHT, second, macros, device)
-    sizes = (plan.tiles, plan.strips, plan.bands, call.groups, plan.jobs)
-    places = (plan.lines, call.groups, *weight_strides)
-    return partial, total, plan, tuple(map(np.int32, sizes)), tuple(map(np.int32, places))
+    sizes = plan.tiles, plan.strips, plan.bands, call.groups, plan.jobs
+    places, grid = (plan.lines, call.groups, *weight_strides), (plan.quarters // blocks.SUM_LANES, plan.jobs)
+    of, jobs, nbytes = (spec.BACKWARD_WEIGHT, macros, device), plan.lines * plan.jobs, plan.shared_bytes
+    return (
+        launch(*of, jobs, blocks.THREADS, sizes, entry=first, shared_bytes=nbytes),
+        launch(*of, grid, blocks.SUM_THREADS, places, entry=second),
+        plan,
+    )
 
 
 def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, 16-byte aligned, one dtype."""
     device = x.device.index or 0
     dweight = torch.empty_like(weight)
-    first, second, plan, sizes, places = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
+    first, second, plan = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
     plain, windowed = (dy, x) if plan.x_windowed else (x, dy)
     maps = (
         tensor_map.boxes(plain, blocks.PLAIN, 8 * plan.wide, plan.rows, call.groups),
@@ -94,10 +93,6 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
         ),
     )
     left = torch.empty(plan.left_bytes // 4, dtype=torch.float32, device=x.device)
-    stream = nvrtc.stream(device)
-    addresses = (plain.data_ptr(), windowed.data_ptr(), left.data_ptr())
-    grid = (plan.lines * plan.jobs, 1, 1)
-    first(grid, (blocks.THREADS, 1, 1), (*maps, *addresses, *sizes), plan.shared_bytes, stream)
-    grid = (plan.quarters // blocks.SUM_LANES, plan.jobs, 1)
-    second(grid, (blocks.SUM_THREADS, 1, 1), (left.data_ptr(), dweight.data_ptr(), *places), 0, stream)
+    first.run(*maps, plain, windowed, left)
+    second.run(left, dweight)
     return dweight

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, sources
@@ -13,6 +12,7 @@ from advisor.ops.alignment import empty_nhwc
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.exact_conv import spec
 from advisor.ops.exact_conv.spec import Call
+from advisor.ops.launches import Launch, launch
 
 
 class Parts(NamedTuple):
@@ -21,10 +21,6 @@ class Parts(NamedTuple):
     high: torch.Tensor
     low: torch.Tensor
     most: torch.Tensor
-
-    def pointers(self) -> tuple[int, int]:
-        """Addresses of the two."""
-        return self.high.data_ptr(), self.low.data_ptr()
 
 
 def _hopper() -> bool:
@@ -38,20 +34,16 @@ def unmeasured(device: int) -> str:
     return "" if not lacks and _hopper() else f"{UNMEASURED} but of Hopper's products"
 
 
-@lru_cache(maxsize=64)
-def _flat(entry: str, device: int) -> Any:
-    return nvrtc.function(spec.PARTS, entry, (), device)
-
-
-def _blocks(threads: int, device: int) -> tuple[int, int, int]:
-    return max(1, min(-(-threads // spec.FLAT_THREADS), 8 * nvrtc.sm_count(device))), 1, 1
+@lru_cache(maxsize=4096)
+def _flat(entry: str, threads: int, sizes: tuple[int, ...], device: int) -> Launch:
+    """A pass over memory, by so many threads if they are no more than fill the device."""
+    blocks = max(1, min(-(-threads // spec.FLAT_THREADS), 8 * nvrtc.sm_count(device)))
+    return launch(spec.PARTS, {}, device, blocks, spec.FLAT_THREADS, sizes, entry=entry)
 
 
 def _largest(x: torch.Tensor, device: int) -> torch.Tensor:
     most = torch.zeros(1, dtype=torch.int32, device=x.device)
-    grid = _blocks(-(-x.numel() // 16), device)
-    arguments = x.data_ptr(), most.data_ptr(), np.int64(x.numel())
-    _flat("exact_conv_largest", device)(grid, (spec.FLAT_THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    _flat("exact_conv_largest", -(-x.numel() // 16), (x.numel(),), device).run(x, most)
     return most
 
 
@@ -67,9 +59,7 @@ def split(x: torch.Tensor) -> Parts:
     device = x.device.index or 0
     parts = _room(n * h * w, c, _largest(x, device))
     octets = parts.high.numel() // spec.OCTET
-    arguments = x.data_ptr(), parts.most.data_ptr(), *parts.pointers(), np.int64(octets), np.int32(c)
-    kernel = _flat("exact_conv_split", device)
-    kernel(_blocks(octets, device), (spec.FLAT_THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    _flat("exact_conv_split", octets, (octets, c), device).run(x, parts.most, parts.high, parts.low)
     return parts
 
 
@@ -83,42 +73,45 @@ def split_weight(weight: torch.Tensor, groups: int, *, gradient: bool) -> Parts:
     parts = _room(groups * rows * r * s if gradient else rows * r * s, columns, most)
     strides = weight.stride()
     order = (strides[1], strides[0]) if gradient else (strides[0], strides[1])
-    kernel = _flat("exact_conv_weight", device)
     each = rows * r * s * spec.octets(columns)
     for group in range(groups if gradient else 1):
         ahead, begin = group * each * 16, group * columns * strides[0] * 4
-        pointers = (weight.data_ptr() + begin, most.data_ptr(), *(at + ahead for at in parts.pointers()))
-        sizes = (*map(np.int32, (rows, columns, r, s)), *map(np.int64, (*order, *strides[2:])))
-        kernel(_blocks(each, device), (spec.FLAT_THREADS, 1, 1), (*pointers, *sizes), 0, nvrtc.stream(device))
+        plan = _flat("exact_conv_weight", each, (rows, columns, r, s, *order, *strides[2:]), device)
+        to = (part.data_ptr() + ahead for part in (parts.high, parts.low))
+        plan.run(weight.data_ptr() + begin, most, *to)
     return parts
 
 
-def _conv(
-    a: Parts, b: Parts, bias: torch.Tensor | None, y: torch.Tensor, walk: spec.Walk, call: Call, *, gradient: bool
-) -> None:
-    device = y.device.index or 0
+@lru_cache(maxsize=4096)
+def _conv(walk: spec.Walk, call: Call, bias: bool, gradient: bool, device: int) -> Launch:
     inputs, outputs = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
-    size = (call.out_height, call.out_width) if gradient else (call.height, call.width)
+    size, to = (call.height, call.width), (call.out_height, call.out_width)
+    if gradient:
+        size, to = to, size
     units, columns = spec.octets(inputs // call.groups), outputs // call.groups
     plan = spec.plan(columns, nvrtc.arch(device), hopper=_hopper())
-    macros = (*plan.macros, ("BIAS", int(bias is not None)))
-    kernel = nvrtc.function(plan.source, spec.KERNELS[plan.source][0], macros, device, plan.shared_bytes)
     rows = call.batch * walk.rows[0] * walk.rows[1]
     sizes = (
-        *(rows, *walk.rows, *size, *y.shape[2:], units, units * call.groups, columns),
+        *(rows, *walk.rows, *size, *to, units, units * call.groups, columns),
         *(*walk.first, walk.out_step, walk.in_step, *walk.origin, walk.reach, walk.reach, *walk.taps),
         *(*walk.begin, walk.tap_step, call.taps_h, call.taps_w),
     )
-    pointers = (*a.pointers(), *b.pointers(), a.most.data_ptr(), b.most.data_ptr(), nvrtc.address(bias), y.data_ptr())
-    grid = -(-rows // plan.rows), -(-columns // plan.columns), call.groups
-    arguments = (*pointers, *map(np.int32, sizes))
-    kernel(grid, (plan.threads, 1, 1), arguments, plan.shared_bytes, nvrtc.stream(device))
+    grid, macros = (-(-rows // plan.rows), -(-columns // plan.columns), call.groups), dict(plan.macros)
+    macros["BIAS"] = int(bias)
+    return launch(plan.source, macros, device, grid, plan.threads, sizes, shared_bytes=plan.shared_bytes)
+
+
+def _convolve(
+    a: Parts, b: Parts, bias: torch.Tensor | None, y: torch.Tensor, walk: spec.Walk, call: Call, *, gradient: bool
+) -> None:
+    plan = _conv(walk, call, bias is not None, gradient, y.device.index or 0)
+    plan.run(a.high, a.low, b.high, b.low, a.most, b.most, bias, y)
 
 
 def forward(x: Parts, weight: Parts, bias: torch.Tensor | None, like: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns y [N, O, OH, OW] fp32, channels_last, on the device of `like`."""
     y = empty_nhwc((call.batch, call.outputs, call.out_height, call.out_width), like, torch.float32)
-    _conv(x, weight, bias, y, spec.forward_walk(call), call, gradient=False)
+    _convolve(x, weight, bias, y, spec.forward_walk(call), call, gradient=False)
     return y
 
 
@@ -126,30 +119,33 @@ def backward_data(dy: Parts, weight: Parts, like: torch.Tensor, call: Call) -> t
     """Returns dx [N, I, H, W] fp32, channels_last. `weight`: split for the gradient."""
     dx = empty_nhwc((call.batch, call.inputs, call.height, call.width), like, torch.float32)
     for walk in spec.gradient_walks(call):
-        _conv(dy, weight, None, dx, walk, call, gradient=True)
+        _convolve(dy, weight, None, dx, walk, call, gradient=True)
     return dx
 
 
-def backward_weight(dy: Parts, x: Parts, weight: torch.Tensor, call: Call) -> torch.Tensor:
-    """Returns dweight [O, I / groups, R, S] fp32, channels_last."""
-    device = weight.device.index or 0
+@lru_cache(maxsize=4096)
+def _weight(call: Call, device: int) -> tuple[Launch, int]:
+    """The launch, and how many parts of the sum it leaves."""
     plan = spec.weight_plan(call, nvrtc.sm_count(device), nvrtc.arch(device), hopper=_hopper())
     outputs, inputs = call.outputs // call.groups, call.inputs // call.groups
     units, taps = spec.octets(inputs), call.taps_h * call.taps_w
-    left = torch.empty((plan.splits, call.outputs, taps, inputs), dtype=torch.float32, device=weight.device)
-    kernel = nvrtc.function(plan.source, spec.KERNELS[plan.source][0], plan.macros, device, plan.shared_bytes)
     sizes = (
         *(call.batch * call.out_height * call.out_width, call.height, call.width, call.out_height, call.out_width),
         *(spec.octets(outputs), units, call.groups, outputs, inputs, call.stride, call.pad_h, call.pad_w),
         *(call.dilation, call.dilation, call.taps_h, call.taps_w, plan.split_rows),
     )
-    pointers = (*dy.pointers(), *x.pointers(), dy.most.data_ptr(), x.most.data_ptr(), left.data_ptr())
-    grid = (
-        -(-outputs // plan.rows),
-        -(-taps * units * spec.OCTET // plan.columns),
-        plan.splits * call.groups,
+    grid = -(-outputs // plan.rows), -(-taps * units * spec.OCTET // plan.columns), plan.splits * call.groups
+    macros, nbytes = dict(plan.macros), plan.shared_bytes
+    return launch(plan.source, macros, device, grid, plan.threads, sizes, shared_bytes=nbytes), plan.splits
+
+
+def backward_weight(dy: Parts, x: Parts, weight: torch.Tensor, call: Call) -> torch.Tensor:
+    """Returns dweight [O, I / groups, R, S] fp32, channels_last."""
+    plan, splits = _weight(call, weight.device.index or 0)
+    inputs = call.inputs // call.groups
+    left = torch.empty(
+        (splits, call.outputs, call.taps_h * call.taps_w, inputs), dtype=torch.float32, device=weight.device
     )
-    arguments = (*pointers, *map(np.int32, sizes))
-    kernel(grid, (plan.threads, 1, 1), arguments, plan.shared_bytes, nvrtc.stream(device))
-    total = left[0] if plan.splits == 1 else left.sum(0)
+    plan.run(dy.high, dy.low, x.high, x.low, dy.most, x.most, left)
+    total = left[0] if splits == 1 else left.sum(0)
     return total.view(call.outputs, call.taps_h, call.taps_w, inputs).permute(0, 3, 1, 2)

@@ -5,25 +5,20 @@ With hats for transforms, a frequency at a time: y^ = x^ conj(w^), dx^ = dy^ w^,
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc
 from advisor.ops.fft_conv import spec
 from advisor.ops.fft_conv.spec import Call
+from advisor.ops.launches import launch
 
 
 def _turned(planes: torch.Tensor, rows: int) -> torch.Tensor:
     """[rows, columns] complex64, contiguous, as [columns, rows]."""
-    device = planes.device.index or 0
     columns = planes.numel() // rows
     found = torch.empty((columns, rows), dtype=torch.complex64, device=planes.device)
-    kernel: Any = nvrtc.function(spec.TURN, spec.KERNELS[spec.TURN][0], (), device)
-    grid = -(-rows // spec.TILE), -(-columns // spec.TILE), 1
-    arguments = planes.data_ptr(), found.data_ptr(), np.int64(rows), np.int64(columns)
-    kernel(grid, (spec.THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    grid = -(-rows // spec.TILE), -(-columns // spec.TILE)
+    launch(spec.TURN, {}, planes.device.index or 0, grid, spec.THREADS, (rows, columns)).run(planes, found)
     return found
 
 
@@ -47,16 +42,13 @@ def _images(matrices: torch.Tensor, call: Call, first: tuple[int, int], size: tu
 def _repaired(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call, product: int) -> torch.Tensor:
     """`result` as a convolution has it where it is not finite. `a`, `b`: its operands, as the source names them."""
     device = result.device.index or 0
-    kernel: Any = nvrtc.function(spec.REPAIR, spec.KERNELS[spec.REPAIR][0], (("PRODUCT", product),), device)
     values = result.numel()
     blocks = min(-(-values // spec.THREADS), spec.BLOCKS_AN_SM * nvrtc.sm_count(device))
     sizes = (
-        *(call.batch, call.inputs, call.outputs, call.height, call.width, call.out_height, call.out_width),
+        *(values, call.batch, call.inputs, call.outputs, call.height, call.width, call.out_height, call.out_width),
         *(call.taps_h, call.taps_w, call.pad_h, call.pad_w),
     )
-    pointers = result.data_ptr(), a.data_ptr(), b.data_ptr()
-    arguments = (*pointers, np.int64(values), *map(np.int32, sizes))
-    kernel((blocks, 1, 1), (spec.THREADS, 1, 1), arguments, 0, nvrtc.stream(device))
+    launch(spec.REPAIR, {"PRODUCT": product}, device, blocks, spec.THREADS, sizes).run(result, a, b)
     return result
 
 

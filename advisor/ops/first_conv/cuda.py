@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.first_conv import spec
 from advisor.ops.first_conv.spec import Call
+from advisor.ops.launches import Launch, launch
+
+Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of what is computed in, and of the weight
 
 
 def _dense(x: torch.Tensor) -> bool:
@@ -29,50 +29,43 @@ def _parameter(weight: torch.Tensor) -> torch.Tensor:
     return weight if weight.is_contiguous(memory_format=torch.channels_last) else weight.contiguous()
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kernel with what depends on shapes only: `tiles`, and the sizes that stand behind x's strides."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    tiles: np.int64
-    sizes: tuple[np.int32, ...]
-
-
-def _launch(kernel: Any, call: Call, defines: dict[str, int], device: int) -> _Launch:
+def _launch(
+    source: str,
+    call: Call,
+    defines: dict[str, int],
+    strides: tuple[int, ...],
+    device: int,
+    last: tuple[int, ...],
+    partials: int = 0,
+) -> Launch:
+    """`strides`: of x. `last`: of the sizes. `partials`: of a block."""
     shape = spec.geometry(call, defines, nvrtc.sm_count(device))
-    sizes = (call.height, call.width, call.out_height, call.out_width, call.padding[0], shape.strips, shape.bands)
-    return _Launch(
-        kernel, (shape.grid, 1, 1), (defines["THREADS"], 1, 1), np.int64(shape.tiles), tuple(map(np.int32, sizes))
+    n, c, h, w = strides
+    sizes = (
+        *(shape.tiles, n, h, w, c, call.height, call.width, call.out_height, call.out_width),
+        *(call.padding[0], shape.strips, shape.bands, *last),
     )
-
-
-@lru_cache(maxsize=4096)
-def _strides(n: int, c: int, h: int, w: int) -> tuple[np.int64, ...]:
-    return tuple(map(np.int64, (n, h, w, c)))
+    return launch(
+        *(source, defines, device, shape.grid, defines["THREADS"], sizes), entry=spec.KERNELS[source][0]
+    ).leaving(shape.grid * partials)
 
 
 @lru_cache(maxsize=4096)
 def _forward(
     call: Call,
-    dtype: torch.dtype,
-    compute: torch.dtype,
-    weight_dtype: torch.dtype,
+    dtypes: Dtypes,
     dense: bool,
+    strides: tuple[int, ...],
+    weight_channels_last: bool,
     device: int,
     moments: bool,
-) -> tuple[_Launch, int]:
+) -> tuple[Launch, int]:
     """The launch, and the parts of the moments that it leaves."""
-    names = storage.name(dtype), storage.name(compute), storage.name(weight_dtype)
+    names = storage.name(dtypes[0]), storage.name(dtypes[1]), storage.name(dtypes[2])
     raw = spec.copied(call, dtype=names[0], compute=names[1], dense=dense)
     defines = spec.forward_defines(call, *names, raw=raw, moments=moments)
-    kernel = nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][0], tuple(defines.items()), device)
-    launch = _launch(kernel, call, defines, device)
-    return launch, spec.moment_parts(defines, launch.grid[0])
-
-
-_LAYOUT = (np.int32(0), np.int32(1))
+    plan = _launch(spec.FORWARD, call, defines, strides, device, (int(weight_channels_last),))
+    return plan, spec.moment_parts(defines, plan.grid[0])
 
 
 def forward(
@@ -88,61 +81,48 @@ def forward(
 
     x: [N, 3, H, W] of any strides; bias [C]: contiguous.
     """
-    device = x.device.index or 0
-    plan, parts = _forward(call, x.dtype, compute, weight.dtype, _dense(x), device, moments)
     weight = _parameter(weight)
-    shape = (call.batch, call.channels, call.out_height, call.out_width)
-    y = empty_nhwc(shape, x, compute)
-    pointers = (x.data_ptr(), weight.data_ptr(), nvrtc.address(bias), y.data_ptr())
-    layout = _LAYOUT[_channels_last(weight)]
-    arguments: tuple[Any, ...] = (*pointers, plan.tiles, *_strides(*x.stride()), *plan.sizes, layout)
-    left = None
-    if moments:
-        left = torch.empty((parts, 3, call.channels), dtype=torch.float32, device=x.device)
-        arguments = (*arguments, left.data_ptr())
-    plan.kernel(plan.grid, plan.block, arguments, 0, nvrtc.stream(device))
+    layout = _dense(x), x.stride(), _channels_last(weight)
+    plan, parts = _forward(call, (x.dtype, compute, weight.dtype), *layout, x.device.index or 0, moments)
+    y = empty_nhwc((call.batch, call.channels, call.out_height, call.out_width), x, compute)
+    if not moments:
+        plan.run(x, weight, bias, y)
+        return y, None
+    left = torch.empty((parts, 3, call.channels), dtype=torch.float32, device=x.device)
+    plan.run(x, weight, bias, y, behind=(left.data_ptr(),))
     return y, left
-
-
-@dataclass(frozen=True, slots=True)
-class _Weight:
-    partial: _Launch
-    total: Any
-    total_grid: tuple[int, int, int]
-    blocks: np.int32
-    partials: int  # fp32 values
 
 
 @lru_cache(maxsize=4096)
 def _weight(
-    call: Call, dtype: torch.dtype, compute: torch.dtype, weight_dtype: torch.dtype, dense: bool, device: int
-) -> _Weight:
-    names = storage.name(dtype), storage.name(compute), storage.name(weight_dtype)
+    call: Call,
+    dtypes: Dtypes,
+    dense: bool,
+    strides: tuple[int, ...],
+    weight_channels_last: bool,
+    device: int,
+) -> tuple[Launch, Launch]:
+    """The launch that leaves a block's partial sums, and the one that adds them up."""
+    names = storage.name(dtypes[0]), storage.name(dtypes[1]), storage.name(dtypes[2])
     raw = spec.copied(call, dtype=names[0], compute=names[1], dense=dense)
     defines = spec.weight_defines(call, *names, raw=raw, arch=nvrtc.arch(device))
-    kernel, total = (
-        nvrtc.function(spec.BACKWARD_WEIGHT, entry, tuple(defines.items()), device)
-        for entry in spec.KERNELS[spec.BACKWARD_WEIGHT]
-    )
-    launch = _launch(kernel, call, defines, device)
     each = spec.partials(defines)
-    return _Weight(launch, total, (each // spec.SUM_COLUMNS, 1, 1), np.int32(launch.grid[0]), launch.grid[0] * each)
+    partial = _launch(spec.BACKWARD_WEIGHT, call, defines, strides, device, (), each)
+    grid, sizes = each // spec.SUM_COLUMNS, (partial.grid[0], int(weight_channels_last))
+    entry = spec.KERNELS[spec.BACKWARD_WEIGHT][1]
+    return partial, launch(spec.BACKWARD_WEIGHT, defines, device, grid, defines["THREADS"], sizes, entry=entry)
 
 
 def backward_weight(
     dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns dweight like weight, and dbias like bias (None without one). dy: channels_last, 16-byte aligned."""
-    device = x.device.index or 0
-    plan = _weight(call, x.dtype, dy.dtype, weight.dtype, _dense(x), device)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     weight = _parameter(weight)
+    layout = _dense(x), x.stride(), _channels_last(weight)
+    first, second = _weight(call, (x.dtype, dy.dtype, weight.dtype), *layout, x.device.index or 0)
+    partial = torch.empty(first.partials, dtype=torch.float32, device=x.device)
     dweight = torch.empty_like(weight)
     dbias = None if bias is None else torch.empty_like(bias)
-    stream = nvrtc.stream(device)
-    launch = plan.partial
-    arguments = (x.data_ptr(), dy.data_ptr(), partial.data_ptr(), launch.tiles, *_strides(*x.stride()), *launch.sizes)
-    launch.kernel(launch.grid, launch.block, arguments, 0, stream)
-    pointers = (partial.data_ptr(), dweight.data_ptr(), nvrtc.address(dbias))
-    plan.total(plan.total_grid, launch.block, (*pointers, plan.blocks, _LAYOUT[_channels_last(weight)]), 0, stream)
+    first.run(x, dy, partial)
+    second.run(partial, dweight, dbias)
     return dweight, dbias

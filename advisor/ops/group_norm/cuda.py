@@ -2,40 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.group_norm import spec
+from advisor.ops.launches import Launch, launch
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtypes and variant only, ready to pass."""
-
-    stats: Any
-    apply: Any
-    reduce: Any
-    backward_apply: Any
-    block: tuple[int, int, int]
-    sums_grid: tuple[int, int, int]
-    apply_grid: tuple[int, int, int]
-    stream_blocks: int  # of the backward's apply, beside those of the parameters' gradients
-    parameter_blocks: int
-    partials: int  # fp32 values
-    samples: Any
-    rows: Any
-    vectors: Any
-    tile: Any
-    tiles: Any
-    per_group: Any
-    lanes: Any
-    parts: Any
-    splits: Any
+class _Launches(NamedTuple):
+    stats: Launch
+    apply: Launch
+    reduce: Launch
+    backward_apply: Launch
 
 
 @lru_cache(maxsize=4096)
@@ -45,44 +27,39 @@ def _launch(
     dtype: torch.dtype,
     result: torch.dtype,
     activation: str,
+    parameters: bool,
     device: int,
-) -> _Launch:
+) -> _Launches:
+    """`parameters`: whether the backward makes their gradients, in blocks of their own."""
     n, c, h, w = shape
     names = storage.name(dtype), storage.name(result)
     found = spec.geometry(n, h * w, c, groups, names[0], nvrtc.sm_count(device))
-    (stats, apply), (reduce, backward_apply) = (
-        [
-            nvrtc.function(source, entry, tuple(spec.defines(source, *names, activation).items()), device)
-            for entry in entries
-        ]
-        for source, entries in spec.KERNELS.items()
-    )
-    sums, out = found.sums, found.apply
-    return _Launch(
-        stats=stats,
-        apply=apply,
-        reduce=reduce,
-        backward_apply=backward_apply,
-        block=(spec.THREADS, 1, 1),
-        sums_grid=(sums.splits, sums.tiles, n),
-        apply_grid=(out.splits, out.tiles, n),
-        stream_blocks=out.splits * out.tiles * n,
-        parameter_blocks=found.parameter_blocks,
-        partials=n * sums.splits * 2 * c,
-        samples=np.int32(n),
-        rows=np.int32(h * w),
-        vectors=np.int32(sums.vectors),
-        tile=np.int32(sums.tile),
-        tiles=np.int32(sums.tiles),
-        per_group=np.int32(c // groups),
-        lanes=np.int32(found.lanes),
-        parts=np.int32(sums.splits),
-        splits=np.int32(out.splits),
+    sums, out, per_group = found.sums, found.apply, c // groups
+    of_sums = h * w, sums.vectors, sums.tile
+    blocks = found.parameter_blocks if parameters else 0
+    shared = sums.tiles, per_group, found.lanes, sums.splits
+
+    def one(source: str, entry: str, grid: Sequence[int] | int, sizes: Sequence[int]) -> Launch:
+        defines = spec.defines(source, *names, activation)
+        partials = n * sums.splits * 2 * c
+        return launch(source, defines, device, grid, spec.THREADS, sizes, entry=entry).leaving(partials)
+
+    columns, rows = (sums.splits, sums.tiles, n), (out.splits, out.tiles, n)
+    return _Launches(
+        one(spec.FORWARD, "group_norm_stats", columns, of_sums),
+        one(spec.FORWARD, "group_norm_apply", rows, (*of_sums, *shared[1:])),
+        one(spec.BACKWARD, "group_norm_backward_reduce", columns, (*of_sums, per_group)),
+        one(
+            spec.BACKWARD,
+            "group_norm_backward_apply",
+            blocks + out.splits * out.tiles * n,
+            (n, *of_sums, *shared, out.splits, blocks),
+        ),
     )
 
 
-def _plan(x: torch.Tensor, groups: int, result: torch.dtype, activation: str) -> _Launch:
-    return _launch(tuple(x.shape), groups, x.dtype, result, activation, x.device.index or 0)
+def _plan(x: torch.Tensor, groups: int, result: torch.dtype, activation: str, *, parameters: bool = True) -> _Launches:
+    return _launch(tuple(x.shape), groups, x.dtype, result, activation, parameters, x.device.index or 0)
 
 
 def forward(
@@ -102,37 +79,9 @@ def forward(
     plan = _plan(x, groups, dtype, activation)
     y = torch.empty_like(x, dtype=dtype)
     saved = torch.empty((x.shape[0], groups, 2), dtype=torch.float32, device=x.device)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
-    stream = nvrtc.stream(x.device.index or 0)
-    plan.stats(
-        plan.sums_grid,
-        plan.block,
-        (x.data_ptr(), partial.data_ptr(), plan.rows, plan.vectors, plan.tile),
-        0,
-        stream,
-    )
-    plan.apply(
-        plan.apply_grid,
-        plan.block,
-        (
-            x.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.address(weight),
-            nvrtc.address(bias),
-            saved.data_ptr(),
-            y.data_ptr(),
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            plan.per_group,
-            plan.lanes,
-            plan.parts,
-            np.float32(eps),
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+    partial = torch.empty(plan.stats.partials, dtype=torch.float32, device=x.device)
+    plan.stats.run(x, partial)
+    plan.apply.run(x, partial, weight, bias, saved, y, behind=(eps, slope))
     return y, saved
 
 
@@ -150,53 +99,11 @@ def backward(
 
     dy: the forward's result's dtype, channels_last.
     """
-    plan = _plan(x, groups, dy.dtype, activation)
+    plan = _plan(x, groups, dy.dtype, activation, parameters=weight is not None or bias is not None)
     dx = torch.empty_like(x)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
+    partial = torch.empty(plan.reduce.partials, dtype=torch.float32, device=x.device)
     dweight = saved.new_empty(x.shape[1])
     dbias = torch.empty_like(dweight)
-    parameter_blocks = 0 if weight is None and bias is None else plan.parameter_blocks
-    stream = nvrtc.stream(x.device.index or 0)
-    common = (saved.data_ptr(), nvrtc.address(weight), nvrtc.address(bias), partial.data_ptr())
-    plan.reduce(
-        plan.sums_grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            x.data_ptr(),
-            *common,
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            plan.per_group,
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
-    plan.backward_apply(
-        (parameter_blocks + plan.stream_blocks, 1, 1),
-        plan.block,
-        (
-            dy.data_ptr(),
-            x.data_ptr(),
-            *common,
-            dx.data_ptr(),
-            dweight.data_ptr(),
-            dbias.data_ptr(),
-            plan.samples,
-            plan.rows,
-            plan.vectors,
-            plan.tile,
-            plan.tiles,
-            plan.per_group,
-            plan.lanes,
-            plan.parts,
-            plan.splits,
-            np.int32(parameter_blocks),
-            np.float32(slope),
-        ),
-        0,
-        stream,
-    )
+    plan.reduce.run(dy, x, saved, weight, bias, partial, behind=(slope,))
+    plan.backward_apply.run(dy, x, saved, weight, bias, partial, dx, dweight, dbias, behind=(slope,))
     return dx, dweight, dbias

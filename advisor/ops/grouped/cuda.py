@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, sources, storage, tensor_map
@@ -15,39 +13,22 @@ from advisor.ops.conv3x3 import cuda as conv3x3
 from advisor.ops.conv3x3.weight import halo
 from advisor.ops.grouped import spec, weight, wide
 from advisor.ops.grouped.spec import Call
-
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kernel with all that depends on shapes only; addresses, and maps of tensors, stand before `sizes`."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, ...]
-    shared_bytes: int
-
-    def run(self, *addresses: Any, device: int) -> None:
-        self.kernel(self.grid, self.block, (*addresses, *self.sizes), self.shared_bytes, nvrtc.stream(device))
-
-
-def _int32(*values: int) -> tuple[np.int32, ...]:
-    return tuple(map(np.int32, values))
+from advisor.ops.launches import Launch, launch
 
 
 def _plan(
     source: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, transposed: bool, moments: bool
-) -> tuple[spec.Plan, tuple[tuple[str, int], ...], tuple[np.int32, ...]]:
+) -> tuple[spec.Plan, dict[str, int], tuple[int, ...]]:
     """The plan, the macros, and the sizes with which all kernels begin."""
     plan = spec.plan(source, call, nvrtc.sm_count(device))
     names = storage.name(dtype), storage.name(weight_dtype)
     macros = spec.defines(call, plan, *names, transposed=transposed, moments=moments)
-    sizes = _int32(
+    sizes = (
         *(plan.items, call.batch, call.channels // spec.OCTET),
         *(call.height, call.width, call.out_height, call.out_width),
         *(plan.images, plan.strip, plan.strips, plan.segments, plan.segment_rows),
     )
-    return plan, tuple(macros.items()), sizes
+    return plan, macros, sizes
 
 
 @lru_cache(maxsize=4096)
@@ -60,10 +41,10 @@ def _convolution(
     device: int,
     transposed: bool,
     moments: bool = False,
-) -> _Launch:
+) -> Launch:
     plan, macros, sizes = _plan(source, call, dtype, weight_dtype, device, transposed, moments)
-    kernel = nvrtc.function(source, spec.KERNELS[source][0], macros, device, plan.shared_bytes)
-    return _Launch(kernel, (*plan.grid, 1), (plan.threads, 1, 1), (*sizes, *_int32(*weight_strides)), plan.shared_bytes)
+    sizes = *sizes, *weight_strides
+    return launch(source, macros, device, plan.grid, plan.threads, sizes, shared_bytes=plan.shared_bytes)
 
 
 @cache
@@ -81,27 +62,26 @@ def _wide_launch(
     weight_strides: tuple[int, ...],
     device: int,
     transposed: bool,
-) -> tuple[_Launch, wide.Plan]:
+) -> tuple[Launch, wide.Plan]:
     plan = wide.plan(call, nvrtc.sm_count(device), transposed=transposed)
     dtypes = spec.STORAGE[storage.name(dtype)], spec.WEIGHT_STORAGE[storage.name(weight_dtype)]
     macros = wide.defines(call, plan, *dtypes, transposed=transposed)
-    entry = spec.KERNELS[wide.CONVOLUTION][0]
-    kernel = nvrtc.function(wide.CONVOLUTION, entry, tuple(macros.items()), device, plan.shared_bytes)
-    sizes = _int32(plan.tiles, plan.strips, plan.bands, call.channels // call.group, *weight_strides)
-    return _Launch(kernel, (plan.grid, 1, 1), (wide.THREADS, 1, 1), sizes, plan.shared_bytes), plan
+    sizes = plan.tiles, plan.strips, plan.bands, call.channels // call.group, *weight_strides
+    nbytes = plan.shared_bytes
+    return launch(wide.CONVOLUTION, macros, device, plan.grid, wide.THREADS, sizes, shared_bytes=nbytes), plan
 
 
 def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool) -> torch.Tensor:
     """What is made of x: y, or with `transposed` dx of dy."""
     device = x.device.index or 0
-    launch, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
+    made, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
     height, width = (call.height, call.width) if transposed else (call.out_height, call.out_width)
     y = empty_nhwc((call.batch, call.channels, height, width), x)
     reach, groups, rows = halo(call.stride), call.channels // call.group, plan.columns // 8
     whole, parted = (tensor_map.WHOLE, 1), (tensor_map.QUARTERS if call.stride > 1 else tensor_map.WHOLE, call.stride)
     planes = tensor_map.boxes(x, wide.LINE, 8 + reach, rows + reach, groups, *(whole if transposed else parted))
     classes = tensor_map.boxes(y, wide.LINE, 8, rows, groups, *(parted if transposed else whole))
-    launch.run(planes, classes, x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+    made.run(planes, classes, x, weight, y)
     return y
 
 
@@ -117,12 +97,12 @@ def forward(
         return _wide(x, weight, call, transposed=False), None
     y = empty_nhwc((call.batch, call.channels, call.out_height, call.out_width), x)
     source = spec.forward_source(call.group, call.stride)
-    launch = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
+    plan = _convolution(source, call, x.dtype, weight.dtype, weight.stride(), device, False, moments)
     if not moments:
-        launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), device=device)
+        plan.run(x, weight, y)
         return y, None
-    parts = torch.empty((launch.grid[0], 3, call.channels), dtype=torch.float32, device=x.device)
-    launch.run(x.data_ptr(), weight.data_ptr(), y.data_ptr(), parts.data_ptr(), device=device)
+    parts = torch.empty((plan.grid[0], 3, call.channels), dtype=torch.float32, device=x.device)
+    plan.run(x, weight, y, parts)
     return y, parts
 
 
@@ -133,27 +113,29 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
         return _wide(dy, weight, call, transposed=True)
     dx = empty_nhwc((call.batch, call.channels, call.height, call.width), dy)
     source, sized = spec.backward_data_source(call.group, call.stride), call.transposed() if call.stride == 1 else call
-    launch = _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True)
-    launch.run(dy.data_ptr(), weight.data_ptr(), dx.data_ptr(), device=device)
+    _convolution(source, sized, dy.dtype, weight.dtype, weight.stride(), device, True).run(dy, weight, dx)
     return dx
 
 
 @lru_cache(maxsize=4096)
 def _weight(
     call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
-) -> tuple[_Launch, _Launch, int]:
-    """Partial sums, their sum, and how many values they are."""
+) -> tuple[Launch, Launch]:
+    """Partial sums, and their sum."""
     plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False, False)
-    kernels = spec.KERNELS[spec.BACKWARD_WEIGHT]
-    partial = nvrtc.function(spec.BACKWARD_WEIGHT, kernels[0], macros, device, plan.shared_bytes)
-    total = nvrtc.function(spec.BACKWARD_WEIGHT, kernels[1], macros, device)
     splits, values = plan.grid[0], spec.partial_values(call, plan)
     parts = weight.threads_a_place(splits)
     blocks = -(-values // (weight.SUM_THREADS // parts))
+    nbytes = plan.shared_bytes
+
+    def one(entry: str, grid: Sequence[int] | int, threads: int, sizes: Sequence[int], nbytes: int = 0) -> Launch:
+        return launch(
+            *(spec.BACKWARD_WEIGHT, macros, device, grid, threads, sizes), entry=entry, shared_bytes=nbytes
+        ).leaving(splits * values)
+
     return (
-        _Launch(partial, (*plan.grid, 1), (plan.threads, 1, 1), sizes, plan.shared_bytes),
-        _Launch(total, (blocks, 1, 1), (weight.SUM_THREADS, 1, 1), _int32(splits, parts, values, *weight_strides), 0),
-        splits * values,
+        one("grouped_backward_weight", plan.grid, plan.threads, sizes, nbytes),
+        one("grouped_backward_weight_sum", blocks, weight.SUM_THREADS, (splits, parts, values, *weight_strides)),
     )
 
 
@@ -163,8 +145,8 @@ def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, cal
     if spec.is_wide_weight(call) and not hopper_lacks(device):
         return conv3x3.backward_weight(dy, x, weight, wide.convolution(call))
     dweight = torch.empty_like(weight)
-    first, second, values = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
-    partial = torch.empty(values, dtype=torch.float32, device=x.device)
-    first.run(dy.data_ptr(), x.data_ptr(), partial.data_ptr(), device=device)
-    second.run(partial.data_ptr(), dweight.data_ptr(), device=device)
+    first, second = _weight(call, x.dtype, weight.dtype, dweight.stride(), device)
+    partial = torch.empty(first.partials, dtype=torch.float32, device=x.device)
+    first.run(dy, x, partial)
+    second.run(partial, dweight)
     return dweight

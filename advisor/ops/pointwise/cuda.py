@@ -2,77 +2,52 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
+from advisor.ops.launches import Launch, launch
 from advisor.ops.pointwise import spec
 
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """A kernel with all that depends on shapes, dtype and variant only."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    sizes: tuple[Any, ...]  # rows, and octets of what comes in and goes out
-    shared_bytes: int
-    moments: bool = False
-
-    def run(self, *tensors: torch.Tensor | None, numbers: tuple[Any, ...] = ()) -> None:
-        """Launch with the tensors' addresses (None: no address), the sizes and these numbers. The first tensor's device is taken."""
-        addresses = map(nvrtc.address, tensors)
-        device = 0 if tensors[0] is None else tensors[0].device.index or 0
-        arguments = (*addresses, *self.sizes, *numbers)
-        self.kernel(self.grid, self.block, arguments, self.shared_bytes, nvrtc.stream(device))
+Made = tuple[torch.Tensor, torch.Tensor | None]  # a result and, where asked for, its moments
 
 
 def launch_of(
     plan: spec.Plan, rows: int, in_channels: int, out_channels: int, dtype: torch.dtype, device: int, *, moments: bool
-) -> _Launch:
+) -> Launch:
     """The launch that a plan says."""
-    macros = tuple(spec.defines(plan, storage.name(dtype), moments=moments).items())
-    (entry,) = spec.KERNELS[spec.FORWARD]
-    return _Launch(
-        kernel=nvrtc.function(spec.FORWARD, entry, macros, device, plan.shared_bytes),
-        grid=(*plan.grid, 1),
-        block=(plan.threads, 1, 1),
-        sizes=(np.int32(rows), np.int32(in_channels // spec.OCTET), np.int32(out_channels // spec.OCTET)),
-        shared_bytes=plan.shared_bytes,
-        moments=moments,
-    )
+    macros = spec.defines(plan, storage.name(dtype), moments=moments)
+    sizes = rows, in_channels // spec.OCTET, out_channels // spec.OCTET
+    return launch(spec.FORWARD, macros, device, plan.grid, plan.threads, sizes, shared_bytes=plan.shared_bytes)
 
 
 @lru_cache(maxsize=4096)
-def _launch(rows: int, in_channels: int, out_channels: int, dtype: torch.dtype, device: int, moments: bool) -> _Launch:
+def _launch(rows: int, in_channels: int, out_channels: int, dtype: torch.dtype, device: int, moments: bool) -> Launch:
     plan = spec.plan(rows, in_channels, out_channels, nvrtc.sm_count(device), nvrtc.arch(device))
     return launch_of(plan, rows, in_channels, out_channels, dtype, device, moments=moments)
 
 
-def run(launch: _Launch, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def run(launch: Launch, x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> Made:
     """As `forward`, with this launch."""
     n, _, h, w = x.shape
     channels = weight.shape[0]
     y = empty_nhwc((n, channels, h, w), x)
-    parts = torch.empty((launch.grid[0], 3, channels), dtype=torch.float32, device=x.device) if launch.moments else None
+    parts = torch.empty((launch.grid[0], 3, channels), dtype=torch.float32, device=x.device) if moments else None
     launch.run(x, weight, y, *(() if parts is None else (parts,)))
     return y, parts
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def forward(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> Made:
     """Returns y [N, CO, H, W] channels_last in x's dtype and, if asked for, its moments [parts, 3, CO] fp32 (ops/moments.py).
 
     x: [N, CI, H, W] channels_last; weight [CO, CI, 1, 1] contiguous, in x's dtype, from a multiple of 16 bytes on.
     """
     n, c, h, w = x.shape
-    return run(_launch(n * h * w, c, weight.shape[0], x.dtype, x.device.index or 0, moments), x, weight)
+    made = _launch(n * h * w, c, weight.shape[0], x.dtype, x.device.index or 0, moments)
+    return run(made, x, weight, moments=moments)
 
 
 def gradient_launch_of(
@@ -85,17 +60,11 @@ def gradient_launch_of(
     activation: str,
     residual: bool,
     forked: bool,
-) -> _Launch:
+) -> Launch:
     """The launch that a plan says."""
-    macros = tuple(spec.gradient_defines(plan, storage.name(dtype), activation, residual, forked=forked).items())
-    (entry,) = spec.KERNELS[spec.NORM_GRADIENT]
-    return _Launch(
-        kernel=nvrtc.function(spec.NORM_GRADIENT, entry, macros, device, plan.shared_bytes),
-        grid=(*plan.grid, 1),
-        block=(plan.threads, 1, 1),
-        sizes=(np.int32(rows), np.int32(out_channels // spec.OCTET), np.int32(channels // spec.OCTET)),
-        shared_bytes=plan.shared_bytes,
-    )
+    macros = spec.gradient_defines(plan, storage.name(dtype), activation, residual, forked=forked)
+    sizes = rows, out_channels // spec.OCTET, channels // spec.OCTET
+    return launch(spec.NORM_GRADIENT, macros, device, plan.grid, plan.threads, sizes, shared_bytes=plan.shared_bytes)
 
 
 @lru_cache(maxsize=4096)
@@ -108,13 +77,13 @@ def _gradient_launch(
     activation: str,
     residual: bool,
     forked: bool,
-) -> _Launch:
+) -> Launch:
     plan = spec.plan(rows, out_channels, channels, nvrtc.sm_count(device), nvrtc.arch(device), gradient=True)
     return gradient_launch_of(plan, rows, channels, out_channels, dtype, device, activation, residual, forked)
 
 
 def run_gradient(
-    launch: _Launch,
+    launch: Launch,
     dz: torch.Tensor,
     conv_weight: torch.Tensor,
     dy: torch.Tensor | None,
@@ -126,7 +95,7 @@ def run_gradient(
     """As `norm_gradient`, with this launch."""
     g = torch.empty_like(x)
     sums = torch.empty((launch.grid[0], 2, x.shape[1]), dtype=torch.float32, device=x.device)
-    launch.run(dz, conv_weight, dy, x, mask, *norm, g, sums, numbers=(np.float32(slope),))
+    launch.run(dz, conv_weight, dy, x, mask, *norm, g, sums, behind=(slope,))
     return g, sums
 
 
@@ -168,17 +137,16 @@ def _norm_forward_launch(
     activation: str,
     residual: bool,
     moments: bool,
-) -> _Launch:
+) -> Launch:
     variant = storage.name(dtype), activation, residual
-    macros = tuple(spec.norm_forward_defines(channels, out_channels, *variant, moments=moments).items())
-    (entry,) = spec.KERNELS[spec.NORM_FORWARD]
-    nbytes = spec.norm_forward_shared_bytes(channels, out_channels)
-    return _Launch(
-        kernel=nvrtc.function(spec.NORM_FORWARD, entry, macros, device, nbytes),
-        grid=(spec.norm_forward_blocks(rows, channels, out_channels, nvrtc.sm_count(device)), 1, 1),
-        block=(spec.NORM_FORWARD_THREADS, 1, 1),
-        sizes=(np.int32(rows), np.int32(out_channels // spec.OCTET)),
-        shared_bytes=nbytes,
+    return launch(
+        spec.NORM_FORWARD,
+        spec.norm_forward_defines(channels, out_channels, *variant, moments=moments),
+        device,
+        spec.norm_forward_blocks(rows, channels, out_channels, nvrtc.sm_count(device)),
+        spec.NORM_FORWARD_THREADS,
+        (rows, out_channels // spec.OCTET),
+        shared_bytes=spec.norm_forward_shared_bytes(channels, out_channels),
     )
 
 
@@ -211,5 +179,5 @@ def norm_forward(
     z = empty_nhwc((n, out, h, w), x)
     parts = torch.empty((launch.grid[0], 3, out), dtype=torch.float32, device=x.device) if moments else None
     outputs = (y, mask, z, *(() if parts is None else (parts,)))
-    launch.run(x, residual, *norm, conv_weight, *outputs, numbers=(np.float32(slope),))
+    launch.run(x, residual, *norm, conv_weight, *outputs, behind=(slope,))
     return y, mask, z, parts

@@ -2,149 +2,109 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
+from advisor.ops.launches import Launch, launch
 from advisor.ops.pooling import spec
 from advisor.ops.pooling.spec import Window
 
-
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    out_size: tuple[int, int]
-    sizes: tuple[Any, ...]
-    partials: int = 0  # fp32 values of scratch
+Shape = tuple[int, int, int, int]
 
 
-def window_sizes(
-    geometry: spec.Geometry, height: int, width: int, out_height: int, out_width: int, window: Window
-) -> tuple[Any, ...]:
-    """The integer arguments that all window kernels take first."""
-    values = (geometry.vectors, height, width, out_height, out_width, *window.padding)
-    return tuple(np.int32(value) for value in values)
-
-
-def _launch(
-    source: str, defines: dict[str, int], geometry: spec.Geometry, images: int, sizes: tuple[Any, ...], device: int
-) -> tuple[Any, tuple[int, int, int], tuple[Any, ...]]:
-    (entry,) = spec.KERNELS[source]
-    kernel = nvrtc.function(source, entry, tuple(defines.items()), device)
-    grid = (geometry.column_tiles * geometry.channel_tiles, geometry.row_tiles, images)
-    return kernel, grid, (*sizes, np.int32(geometry.channel_tiles))
+def _windows(
+    source: str,
+    defines: dict[str, int],
+    shape: Shape,
+    window: Window,
+    dtype: torch.dtype,
+    device: int,
+    constant: tuple[float, ...] = (),
+) -> Launch:
+    """A launch over the outputs of x of `shape`, or for a backward over its pixels."""
+    n, c, h, w = shape
+    vectors = c // storage.vector_width(storage.name(dtype))
+    oh, ow = window.output(h, w)
+    backward = source in (spec.MAX_BACKWARD, spec.AVG_BACKWARD)
+    found = (
+        spec.backward_geometry(window, vectors, h, w) if backward else spec.forward_geometry(window, vectors, oh, ow)
+    )
+    sizes = found.vectors, h, w, oh, ow, *window.padding, found.channel_tiles, *constant
+    grid = found.column_tiles * found.channel_tiles, found.row_tiles, n
+    return launch(source, defines, device, grid, found.block, sizes)
 
 
 @lru_cache(maxsize=4096)
 def _max(
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     dtype: torch.dtype,
     window: Window,
     backward: bool,
     indices: bool,
     device: int,
     bias: bool = False,
-) -> _Launch:
-    n, c, h, w = shape
-    name = storage.name(dtype)
-    vectors = c // storage.vector_width(name)
-    oh, ow = window.output(h, w)
+) -> Launch:
     source = spec.MAX_BACKWARD if backward else spec.MAX_FORWARD
-    geometry = (
-        spec.backward_geometry(window, vectors, h, w) if backward else spec.forward_geometry(window, vectors, oh, ow)
-    )
-    kernel, grid, sizes = _launch(
-        source,
-        spec.max_defines(source, window, name, indices=indices, bias=bias),
-        geometry,
-        n,
-        window_sizes(geometry, h, w, oh, ow, window),
-        device,
-    )
-    return _Launch(kernel, grid, geometry.block, (oh, ow), sizes)
+    defines = spec.max_defines(source, window, storage.name(dtype), indices=indices, bias=bias)
+    return _windows(source, defines, shape, window, dtype, device)
 
 
 @lru_cache(maxsize=4096)
-def _bias_backward(shape: tuple[int, int, int, int], dtype: torch.dtype, window: Window, device: int) -> _Launch:
+def _bias_backward(shape: Shape, dtype: torch.dtype, window: Window, device: int) -> Launch:
     n, c, h, w = shape
     name = storage.name(dtype)
-    oh, ow = window.output(h, w)
-    (entry,) = spec.KERNELS[spec.BIAS_BACKWARD]
     tile = spec.backward_geometry(window, c // storage.vector_width(name), h, w)
-    defines = spec.max_defines(spec.BIAS_BACKWARD, window, name)
-    walked = (np.int32(tile.row_tiles), np.int32(tile.column_tiles), np.int32(n))
     grid = spec.bias_grid(tile, n, nvrtc.sm_count(device))
-    return _Launch(
-        kernel=nvrtc.function(spec.BIAS_BACKWARD, entry, tuple(defines.items()), device),
-        grid=grid,
-        block=tile.block,
-        out_size=(oh, ow),
-        sizes=(*window_sizes(tile, h, w, oh, ow, window), *walked),
-        partials=grid[1] * c,
-    )
+    sizes = tile.vectors, h, w, *window.output(h, w), *window.padding, tile.row_tiles, tile.column_tiles, n
+    defines = spec.max_defines(spec.BIAS_BACKWARD, window, name)
+    return launch(spec.BIAS_BACKWARD, defines, device, grid, tile.block, sizes).leaving(grid[1] * c)
 
 
 @lru_cache(maxsize=4096)
 def _avg(
-    shape: tuple[int, int, int, int],
+    shape: Shape,
     dtype: torch.dtype,
     window: Window,
     count_include_pad: bool,
     divisor_override: int | None,
     backward: bool,
     device: int,
-) -> _Launch:
-    n, c, h, w = shape
-    name = storage.name(dtype)
-    vectors = c // storage.vector_width(name)
-    oh, ow = window.output(h, w)
+) -> Launch:
     source = spec.AVG_BACKWARD if backward else spec.AVG_FORWARD
-    geometry = (
-        spec.backward_geometry(window, vectors, h, w) if backward else spec.forward_geometry(window, vectors, oh, ow)
-    )
     mode = spec.divisor_mode(window, count_include_pad=count_include_pad, divisor_override=divisor_override)
-    kernel, grid, sizes = _launch(
-        source,
-        spec.avg_defines(source, window, name, mode),
-        geometry,
-        n,
-        window_sizes(geometry, h, w, oh, ow, window),
-        device,
-    )
-    constant = np.float32(1.0 / (divisor_override or window.taps))
-    return _Launch(kernel, grid, geometry.block, (oh, ow), (*sizes, constant))
+    defines = spec.avg_defines(source, window, storage.name(dtype), mode)
+    constant = 1.0 / (divisor_override or window.taps)
+    return _windows(source, defines, shape, window, dtype, device, (constant,))
 
 
 @lru_cache(maxsize=4096)
-def _global(shape: tuple[int, int, int, int], dtype: torch.dtype, device: int) -> tuple[_Launch, _Launch]:
+def _global(shape: Shape, dtype: torch.dtype, backward: bool, device: int) -> Launch:
     n, c, h, w = shape
     name = storage.name(dtype)
     geometry = spec.global_geometry(n, c // storage.vector_width(name), h * w)
-    defines = tuple(spec.global_defines(name).items())
-    forward, backward = (
-        nvrtc.function(spec.GLOBAL_AVG, entry, defines, device) for entry in spec.KERNELS[spec.GLOBAL_AVG]
-    )
-    sizes = (np.int32(geometry.vectors), np.int32(h * w))
-    columns = geometry.columns
-    summed = tuple(np.int32(value) for value in (n, h * w, columns.vectors, columns.tile))
-    return (
-        _Launch(forward, (columns.blocks, 1, 1), (spec.THREADS, 1, 1), (1, 1), summed),
-        _Launch(backward, (geometry.channel_tiles, geometry.pixel_tiles, n), geometry.block, (1, 1), sizes),
+    defines, columns = spec.global_defines(name), geometry.columns
+    if backward:
+        grid, sizes = (geometry.channel_tiles, geometry.pixel_tiles, n), (geometry.vectors, h * w)
+        return launch(spec.GLOBAL_AVG, defines, device, grid, geometry.block, sizes, entry="global_avg_pool_backward")
+    of_sums = n, h * w, columns.vectors, columns.tile
+    return launch(
+        spec.GLOBAL_AVG, defines, device, columns.blocks, spec.THREADS, of_sums, entry="global_avg_pool_forward"
     )
 
 
-def _shape(x: torch.Tensor) -> tuple[int, int, int, int]:
+def _shape(x: torch.Tensor) -> Shape:
     n, c, h, w = x.shape
     return n, c, h, w
+
+
+@lru_cache(maxsize=4096)
+def output(shape: torch.Size, window: Window) -> Shape:
+    """The shape of a pooled tensor, looked up once for all alike."""
+    n, c, h, w = shape
+    return n, c, *window.output(h, w)
 
 
 def max_pool_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -152,35 +112,18 @@ def max_pool_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple
 
     x: [N, C, H, W] channels_last, fp16, bf16 or fp32.
     """
-    device = x.device.index or 0
-    plan = _max(_shape(x), x.dtype, window, False, indices, device)
-    shape = (x.shape[0], x.shape[1], *plan.out_size)
+    shape = output(x.shape, window)
     y = empty_nhwc(shape, x)
     index = empty_nhwc(shape, x, torch.uint8) if indices else torch.empty(0, dtype=torch.uint8, device=x.device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (x.data_ptr(), y.data_ptr(), index.data_ptr() if indices else 0, *plan.sizes),
-        0,
-        nvrtc.stream(device),
-    )
+    plan = _max(_shape(x), x.dtype, window, False, indices, x.device.index or 0)
+    plan.run(x, y, index if indices else None)
     return y, index
 
 
-def max_pool_backward(
-    dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, int, int, int], window: Window
-) -> torch.Tensor:
+def max_pool_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: Window) -> torch.Tensor:
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
-    device = dy.device.index or 0
-    plan = _max(shape, dy.dtype, window, True, True, device)
     dx = empty_nhwc(shape, dy)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (dy.data_ptr(), index.data_ptr(), dx.data_ptr(), *plan.sizes),
-        0,
-        nvrtc.stream(device),
-    )
+    _max(shape, dy.dtype, window, True, True, dy.device.index or 0).run(dy, index, dx)
     return dx
 
 
@@ -189,44 +132,21 @@ def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -
 
     x: [N, C, H, W] channels_last, fp16, bf16 or fp32; bias: [C] fp32, aligned.
     """
-    device = x.device.index or 0
-    plan = _max(_shape(x), x.dtype, window, False, True, device, bias=True)
-    shape = (x.shape[0], x.shape[1], *plan.out_size)
+    shape = output(x.shape, window)
     y, index = empty_nhwc(shape, x), empty_nhwc(shape, x, torch.uint8)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (x.data_ptr(), y.data_ptr(), index.data_ptr(), bias.data_ptr(), *plan.sizes),
-        0,
-        nvrtc.stream(device),
-    )
+    _max(_shape(x), x.dtype, window, False, True, x.device.index or 0, bias=True).run(x, y, index, bias)
     return y, index
 
 
 def bias_max_pool_backward(
-    dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, int, int, int], window: Window
+    dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: Window
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dx of `shape` and dbias [C] fp32. dy: channels_last, like the forward's y."""
-    device = dy.device.index or 0
-    plan = _bias_backward(shape, dy.dtype, window, device)
+    plan = _bias_backward(shape, dy.dtype, window, dy.device.index or 0)
     dx = empty_nhwc(shape, dy)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dbias = torch.empty(shape[1], dtype=torch.float32, device=dy.device)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (
-            dy.data_ptr(),
-            index.data_ptr(),
-            dx.data_ptr(),
-            partial.data_ptr(),
-            nvrtc.tickets(dy.device),
-            dbias.data_ptr(),
-            *plan.sizes,
-        ),
-        0,
-        nvrtc.stream(device),
-    )
+    plan.run(dy, index, dx, partial, nvrtc.tickets(dy.device), dbias)
     return dx, dbias
 
 
@@ -234,41 +154,31 @@ def avg_pool_forward(
     x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
 ) -> torch.Tensor:
     """Returns y [N, C, OH, OW]. x: [N, C, H, W] channels_last, fp16, bf16 or fp32."""
+    y = empty_nhwc(output(x.shape, window), x)
     device = x.device.index or 0
-    plan = _avg(_shape(x), x.dtype, window, count_include_pad, divisor_override, False, device)
-    y = empty_nhwc((x.shape[0], x.shape[1], *plan.out_size), x)
-    plan.kernel(plan.grid, plan.block, (x.data_ptr(), y.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
+    _avg(_shape(x), x.dtype, window, count_include_pad, divisor_override, False, device).run(x, y)
     return y
 
 
 def avg_pool_backward(
-    dy: torch.Tensor,
-    shape: tuple[int, int, int, int],
-    window: Window,
-    count_include_pad: bool,
-    divisor_override: int | None,
+    dy: torch.Tensor, shape: Shape, window: Window, count_include_pad: bool, divisor_override: int | None
 ) -> torch.Tensor:
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
-    device = dy.device.index or 0
-    plan = _avg(shape, dy.dtype, window, count_include_pad, divisor_override, True, device)
     dx = empty_nhwc(shape, dy)
-    plan.kernel(plan.grid, plan.block, (dy.data_ptr(), dx.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
+    device = dy.device.index or 0
+    _avg(shape, dy.dtype, window, count_include_pad, divisor_override, True, device).run(dy, dx)
     return dx
 
 
 def global_avg_pool_forward(x: torch.Tensor) -> torch.Tensor:
     """Returns y [N, C, 1, 1]. x: [N, C, H, W] channels_last, fp16, bf16 or fp32."""
-    device = x.device.index or 0
-    plan, _ = _global(_shape(x), x.dtype, device)
     y = empty_nhwc((x.shape[0], x.shape[1], 1, 1), x)
-    plan.kernel(plan.grid, plan.block, (x.data_ptr(), y.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
+    _global(_shape(x), x.dtype, False, x.device.index or 0).run(x, y)
     return y
 
 
-def global_avg_pool_backward(dy: torch.Tensor, shape: tuple[int, int, int, int]) -> torch.Tensor:
+def global_avg_pool_backward(dy: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Returns dx of `shape`. dy: [N, C, 1, 1], contiguous."""
-    device = dy.device.index or 0
-    _, plan = _global(shape, dy.dtype, device)
     dx = empty_nhwc(shape, dy)
-    plan.kernel(plan.grid, plan.block, (dy.data_ptr(), dx.data_ptr(), *plan.sizes), 0, nvrtc.stream(device))
+    _global(shape, dy.dtype, True, dy.device.index or 0).run(dy, dx)
     return dx

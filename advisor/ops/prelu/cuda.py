@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from advisor.ops import channel_launches, nvrtc
-from advisor.ops.channel_launches import Launch
+from advisor.ops.launches import Launch
 from advisor.ops.prelu import spec
 
 
@@ -23,21 +23,14 @@ def _backward(shape: torch.Size, dtype: torch.dtype, device: int) -> Launch:
 
 def forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Returns y, like x [N, C, H, W] channels_last; weight: [C] fp32."""
-    device = x.device.index or 0
-    plan = _forward(x.shape, x.dtype, device)
     y = torch.empty_like(x)
-    addresses = (x.data_ptr(), weight.data_ptr(), y.data_ptr())
-    plan.kernel(plan.grid, plan.block, (*addresses, *plan.sizes), 0, nvrtc.stream(device))
+    _forward(x.shape, x.dtype, x.device.index or 0).run(x, weight, y)
     return y
 
 
 def backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dx, like x, and dweight [C] fp32. dy, x: [N, C, H, W] channels_last, of one dtype; weight: [C] fp32."""
-    device = dy.device.index or 0
-    plan = _backward(dy.shape, dy.dtype, device)
+    plan = _backward(dy.shape, dy.dtype, dy.device.index or 0)
     dx, dweight = torch.empty_like(x), torch.empty_like(weight)
-    partial = dweight.new_empty(plan.partials)
-    sums = (partial.data_ptr(), nvrtc.tickets(dy.device), dweight.data_ptr())
-    addresses = (dy.data_ptr(), x.data_ptr(), weight.data_ptr(), dx.data_ptr())
-    plan.kernel(plan.grid, plan.block, (*addresses, *sums, *plan.sizes), 0, nvrtc.stream(device))
+    plan.run(dy, x, weight, dx, dweight.new_empty(plan.partials), nvrtc.tickets(dy.device), dweight)
     return dx, dweight

@@ -20,7 +20,7 @@ from torch._C._functorch import is_legacy_batchedtensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.core.errors import first_line
-from advisor.ops import cuda_driver, dispatch, nvrtc, tensor_map
+from advisor.ops import cuda_driver, dispatch, nvrtc, sources, tensor_map
 from advisor.ops.sites import native
 
 NONE = -1  # in place of a slot
@@ -175,14 +175,14 @@ class Tape(TorchDispatchMode):
             return
         if (stream or 0) != self._stream:
             self.refuse("it launches on another stream")
-        placed = [self._argument(value) for value in arguments]
+        placed = [self._argument(value, letter) for value, letter in zip(arguments, kernel.types, strict=True)]
         address = kernel.addresses(cooperative)
         self.steps.append(
             ("launch", kernel, *address, tuple(grid), tuple(block), tuple(placed), shared, stream or 0, cooperative)
         )
 
-    def _argument(self, value: Any) -> tuple[Any, Any]:
-        if type(value) is int:
+    def _argument(self, value: Any, letter: str) -> tuple[Any, Any]:
+        if type(value) is int and letter == sources.ADDRESS:
             slot = self._holding(value) if value else None
             if slot is not None:
                 tensor = self.slots[slot]
@@ -202,7 +202,7 @@ class Tape(TorchDispatchMode):
         if isinstance(value, (np.void, np.ndarray)):
             self.refuse("it passes a struct")  # in which there may be addresses
             return b"", value
-        return value.tobytes(), value
+        return struct.pack(f"@{letter}", value), value
 
 
 def _begin(tensor: torch.Tensor) -> int:

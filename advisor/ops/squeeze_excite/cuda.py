@@ -2,103 +2,77 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.launches import Launch, launch
+from advisor.ops.pixel_columns import ColumnGeometry
 from advisor.ops.squeeze_excite import spec
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
+class _Launches(NamedTuple):
+    """`parts`: of the pool's sums."""
 
-    pool: Any
-    scale: Any
-    squeeze: Any
-    excite: Any
-    excite_backward: Any
-    squeeze_backward: Any
-    reduce: Any
-    apply: Any
-    block: tuple[int, int, int]
-    gate_block: tuple[int, int, int]
-    sums_grid: tuple[int, int, int]
-    apply_grid: tuple[int, int, int]
-    squeeze_grid: tuple[int, int, int]
-    excite_grid: tuple[int, int, int]
-    weights_grid: tuple[int, int, int]
     parts: int
-    # scalars as the kernels take them, in their order
-    sums: tuple[Any, ...]
-    written: tuple[Any, ...]
-    joined: tuple[Any, ...]
-    expanded: tuple[Any, ...]
-    weights: tuple[Any, ...]
-    inverse: Any
+    pool: Launch
+    squeeze: Launch
+    excite: Launch
+    scale: Launch
+    reduce: Launch
+    excite_backward: Launch
+    squeeze_backward: Launch
+    apply: Launch
 
 
-def _int32(*values: int) -> tuple[Any, ...]:
-    return tuple(np.int32(value) for value in values)
+_NO_SLOPE = 0.0  # neither activation has one
 
 
 @lru_cache(maxsize=4096)
 def _launch(
     shape: tuple[int, int, int, int], hidden: int, dtype: torch.dtype, activation: str, gate: str, device: int
-) -> _Launch:
+) -> _Launches:
     n, c, h, w = shape
     name = storage.name(dtype)
     found = spec.geometry(n, h * w, c, hidden, name, nvrtc.sm_count(device))
-    stream = tuple(spec.stream_defines(name, gate).items())
-    between = tuple(spec.gate_defines(name, activation, gate, hidden).items())
-    (pool, scale), (squeeze, excite, excite_backward, squeeze_backward), (reduce, apply) = (
-        [nvrtc.function(source, entry, between if source == spec.GATE else stream, device) for entry in entries]
-        for source, entries in spec.KERNELS.items()
-    )
-    sums, out = found.sums, found.apply
-    return _Launch(
-        pool=pool,
-        scale=scale,
-        squeeze=squeeze,
-        excite=excite,
-        excite_backward=excite_backward,
-        squeeze_backward=squeeze_backward,
-        reduce=reduce,
-        apply=apply,
-        block=(spec.THREADS, 1, 1),
-        gate_block=(spec.GATE_THREADS, 1, 1),
-        sums_grid=(sums.blocks, 1, 1),
-        apply_grid=(out.blocks, 1, 1),
-        squeeze_grid=(found.squeeze.blocks, 1, 1),
-        excite_grid=(found.excite.blocks, 1, 1),
-        weights_grid=(found.squeeze_backward.blocks, 1, 1),
-        parts=sums.splits,
-        sums=_int32(n, h * w, sums.vectors, sums.tile, sums.splits),
-        written=_int32(n, h * w, out.vectors, out.tile, out.splits),
-        joined=_int32(n, sums.splits, c, hidden, found.squeeze.slices),
-        expanded=_int32(n, c, hidden, found.excite.slices),
-        weights=_int32(
-            n,
-            c,
-            hidden,
-            found.squeeze_backward.slices,
-            found.weight_slices,
-            found.pool_blocks,
-            found.weight_blocks,
-        ),
-        inverse=np.float32(1.0 / (h * w)),
+    sums, out, back = found.sums, found.apply, found.squeeze_backward
+    inverse = 1.0 / (h * w)
+
+    def streamed(source: str, entry: str, by: ColumnGeometry) -> Launch:
+        sizes = n, h * w, by.vectors, by.tile, by.splits
+        return launch(
+            source,
+            spec.stream_defines(name, gate),
+            device,
+            by.blocks,
+            spec.THREADS,
+            sizes,
+            entry=f"squeeze_excite_{entry}",
+        )
+
+    def gated(entry: str, blocks: int, sizes: tuple[float, ...]) -> Launch:
+        defines = spec.gate_defines(name, activation, gate, hidden)
+        return launch(spec.GATE, defines, device, blocks, spec.GATE_THREADS, sizes, entry=f"squeeze_excite_{entry}")
+
+    joined = n, sums.splits, c, hidden, found.squeeze.slices
+    weights = n, c, hidden, back.slices, found.weight_slices, found.pool_blocks, found.weight_blocks
+    return _Launches(
+        sums.splits,
+        streamed(spec.FORWARD, "pool", sums),
+        gated("squeeze", found.squeeze.blocks, (*joined, inverse, _NO_SLOPE)),
+        gated("excite", found.excite.blocks, (n, c, hidden, found.excite.slices)),
+        streamed(spec.FORWARD, "scale", out),
+        streamed(spec.BACKWARD, "backward_reduce", sums),
+        gated("excite_backward", found.squeeze.blocks, (*joined, _NO_SLOPE)),
+        gated("squeeze_backward", back.blocks, (*weights, inverse)),
+        streamed(spec.BACKWARD, "backward_apply", out),
     )
 
 
-def _plan(x: torch.Tensor, hidden: int, activation: str, gate: str) -> _Launch:
+def _plan(x: torch.Tensor, hidden: int, activation: str, gate: str) -> _Launches:
     return _launch(tuple(x.shape), hidden, x.dtype, activation, gate, x.device.index or 0)
-
-
-_NO_SLOPE = np.float32(0.0)  # neither activation has one
 
 
 def forward(
@@ -123,17 +97,10 @@ def forward(
     partial, pooled = scratch.data_ptr(), saved.data_ptr()
     h = partial + 4 * n * plan.parts * c
     z2, z1 = pooled + 4 * n * c, pooled + 8 * n * c
-    stream = nvrtc.stream(x.device.index or 0)
-    plan.pool(plan.sums_grid, plan.block, (x.data_ptr(), partial, *plan.sums), 0, stream)
-    plan.squeeze(
-        plan.squeeze_grid,
-        plan.gate_block,
-        (partial, w1.data_ptr(), nvrtc.address(b1), pooled, z1, h, *plan.joined, plan.inverse, _NO_SLOPE),
-        0,
-        stream,
-    )
-    plan.excite(plan.excite_grid, plan.gate_block, (h, w2.data_ptr(), nvrtc.address(b2), z2, *plan.expanded), 0, stream)
-    plan.scale(plan.apply_grid, plan.block, (x.data_ptr(), z2, y.data_ptr(), *plan.written), 0, stream)
+    plan.pool.run(x, partial)
+    plan.squeeze.run(partial, w1, b1, pooled, z1, h)
+    plan.excite.run(h, w2, b2, z2)
+    plan.scale.run(x, z2, y)
     return y, saved
 
 
@@ -163,34 +130,8 @@ def backward(
     dz2 = partial + 4 * n * plan.parts * c
     dpool, dz1 = dz2 + 4 * n * c, dz2 + 8 * n * c
     h = dz1 + 4 * n * hidden
-    stream = nvrtc.stream(x.device.index or 0)
-    plan.reduce(plan.sums_grid, plan.block, (dy.data_ptr(), x.data_ptr(), partial, *plan.sums), 0, stream)
-    plan.excite_backward(
-        plan.squeeze_grid,
-        plan.gate_block,
-        (partial, z1, z2, w2.data_ptr(), dz2, dz1, h, *plan.joined, _NO_SLOPE),
-        0,
-        stream,
-    )
-    plan.squeeze_backward(
-        plan.weights_grid,
-        plan.gate_block,
-        (
-            pooled,
-            h,
-            dz1,
-            dz2,
-            w1.data_ptr(),
-            dpool,
-            dw1.data_ptr(),
-            db1.data_ptr(),
-            dw2.data_ptr(),
-            db2.data_ptr(),
-            *plan.weights,
-            plan.inverse,
-        ),
-        0,
-        stream,
-    )
-    plan.apply(plan.apply_grid, plan.block, (dy.data_ptr(), z2, dpool, dx.data_ptr(), *plan.written), 0, stream)
+    plan.reduce.run(dy, x, partial)
+    plan.excite_backward.run(partial, z1, z2, w2, dz2, dz1, h)
+    plan.squeeze_backward.run(pooled, h, dz1, dz2, w1, dpool, dw1, db1, dw2, db2)
+    plan.apply.run(dy, z2, dpool, dx)
     return dx, dw1, db1, dw2, db2

@@ -3,33 +3,22 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
+from advisor.ops.launches import Launch, launch
 from advisor.ops.strided_pointwise import spec
 from advisor.ops.strided_pointwise.spec import Call
 
 
 @lru_cache(maxsize=4096)
-def _launch(call: Call, dtype: torch.dtype, device: int, gradient: bool) -> tuple[Any, spec.Plan, tuple[np.int32, ...]]:
-    """The kernel, its plan, and the sizes that stand behind the addresses."""
+def _launch(call: Call, dtype: torch.dtype, device: int, gradient: bool) -> Launch:
     plan = spec.plan(call, nvrtc.sm_count(device), nvrtc.arch(device), gradient=gradient)
-    macros = tuple(spec.defines(plan, storage.name(dtype), gradient=gradient).items())
-    (entry,) = spec.KERNELS[spec.PRODUCT]
-    kernel = nvrtc.function(spec.PRODUCT, entry, macros, device, plan.shared_bytes)
+    defines = spec.defines(plan, storage.name(dtype), gradient=gradient)
     sizes = call.rows, call.inputs // spec.OCTET, call.outputs // spec.OCTET, call.height, call.width
-    return kernel, plan, tuple(map(np.int32, sizes))
-
-
-def _product(source: torch.Tensor, weight: torch.Tensor, call: Call, to: torch.Tensor, *, gradient: bool) -> None:
-    device = source.device.index or 0
-    kernel, plan, sizes = _launch(call, source.dtype, device, gradient)
-    addresses = source.data_ptr(), weight.data_ptr(), to.data_ptr()
-    kernel((*plan.grid, 1), (spec.THREADS, 1, 1), (*addresses, *sizes), plan.shared_bytes, nvrtc.stream(device))
+    return launch(spec.PRODUCT, defines, device, plan.grid, spec.THREADS, sizes, shared_bytes=plan.shared_bytes)
 
 
 def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
@@ -38,7 +27,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
     x: [N, I, H, W] channels_last; weight [O, I, 1, 1] contiguous, in x's dtype; both from a multiple of 16 bytes on.
     """
     y = _result(x, call, call.outputs)
-    _product(x, weight, call, y, gradient=False)
+    _launch(call, x.dtype, x.device.index or 0, False).run(x, weight, y)
     return y
 
 
@@ -46,24 +35,21 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
     """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last; weight as in `forward`."""
     shape = (call.batch, call.inputs, call.height, call.width)
     dx = empty_nhwc(shape, dy)
-    _product(dy, weight, call, dx, gradient=True)
+    _launch(call, dy.dtype, dy.device.index or 0, True).run(dy, weight, dx)
     return dx
 
 
-@lru_cache(maxsize=8)
-def _gather(device: int) -> Any:
-    (entry,) = spec.KERNELS[spec.GATHER]
-    return nvrtc.function(spec.GATHER, entry, tuple(spec.gather_defines().items()), device)
+@lru_cache(maxsize=4096)
+def _gather(call: Call, device: int) -> Launch:
+    units = call.inputs // spec.OCTET
+    sizes = call.rows * units, units, call.height, call.width
+    return launch(spec.GATHER, spec.gather_defines(), device, spec.gather_blocks(call), spec.GATHER_THREADS, sizes)
 
 
 def gather(x: torch.Tensor, call: Call) -> torch.Tensor:
     """Returns x[:, :, ::2, ::2], channels_last. x: [N, I, H, W] channels_last, 16 bits a value, from a multiple of 16 bytes on."""
-    device = x.device.index or 0
     quarter = _result(x, call, call.inputs)
-    units = call.inputs // spec.OCTET
-    sizes = np.uint32(call.rows * units), np.uint32(units), np.int32(call.height), np.int32(call.width)
-    grid, block = (spec.gather_blocks(call), 1, 1), (spec.GATHER_THREADS, 1, 1)
-    _gather(device)(grid, block, (x.data_ptr(), quarter.data_ptr(), *sizes), 0, nvrtc.stream(device))
+    _gather(call, x.device.index or 0).run(x, quarter)
     return quarter
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
-import numpy as np
 import torch
 
-from advisor.ops import nvrtc, storage
+from advisor.ops import storage
 from advisor.ops.alignment import empty_nhwc
+from advisor.ops.launches import Launch, launch
 from advisor.ops.pooling.spec import Pair
 from advisor.ops.upsample import spec
 
@@ -26,20 +25,10 @@ class Resize:
     align_corners: bool
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Everything about a launch that depends on shape, dtype and variant only, ready to pass."""
-
-    kernel: Any
-    grid: tuple[int, int, int]
-    block: tuple[int, int, int]
-    arguments: tuple[Any, ...]
-
-
 @lru_cache(maxsize=4096)
 def _plan(
     shape: tuple[int, int, int, int], channels: int, dtype: torch.dtype, resize: Resize, backward: bool, device: int
-) -> _Launch:
+) -> Launch:
     """The launch for x of `shape` and a concatenation of `channels` channels."""
     n, c, h, w = shape
     name = storage.name(dtype)
@@ -59,31 +48,21 @@ def _plan(
         columns=spec.taps(columns, resize.mode, align_corners=resize.align_corners),
     )
     scales = (rows.scale, columns.scale, *((rows.inverse, columns.inverse) if backward else ()))
-    return _Launch(
-        nvrtc.function(source, spec.KERNELS[source][0], tuple(defines.items()), device),
-        (geometry.column_tiles * geometry.channel_tiles, geometry.row_tiles, n),
-        geometry.block,
-        (
-            *(np.int32(value) for value in (geometry.vectors, channels // width, h, w, *resize.size)),
-            *(np.float32(scale) for scale in scales),
-            np.int32(geometry.channel_tiles),
-        ),
-    )
+    sizes = geometry.vectors, channels // width, h, w, *resize.size, *scales, geometry.channel_tiles
+    grid = geometry.column_tiles * geometry.channel_tiles, geometry.row_tiles, n
+    return launch(source, defines, device, grid, geometry.block, sizes, entry=spec.KERNELS[source][0])
 
 
 @lru_cache(maxsize=4096)
-def _copy(pixels: int, c: int, channels: int, dtype: torch.dtype, resize: Resize, device: int) -> _Launch:
+def _copy(pixels: int, c: int, channels: int, dtype: torch.dtype, resize: Resize, device: int) -> Launch:
     """The launch that copies c channels into a slice of `channels`; the variant is the upsampling's, which is compiled anyway."""
     name = storage.name(dtype)
     width = storage.vector_width(name)
     geometry = spec.copy_geometry(c // width, pixels)
     defines = spec.defines(spec.FORWARD, name, resize.mode, align_corners=resize.align_corners)
-    return _Launch(
-        nvrtc.function(spec.FORWARD, spec.KERNELS[spec.FORWARD][1], tuple(defines.items()), device),
-        (geometry.column_tiles * geometry.channel_tiles, 1, 1),
-        geometry.block,
-        (np.int32(geometry.vectors), np.int32(channels // width), np.int64(pixels), np.int32(geometry.channel_tiles)),
-    )
+    sizes = geometry.vectors, channels // width, pixels, geometry.channel_tiles
+    grid = geometry.column_tiles * geometry.channel_tiles
+    return launch(spec.FORWARD, defines, device, grid, geometry.block, sizes, entry="concat_copy")
 
 
 def forward(tensors: Sequence[torch.Tensor], position: int, resize: Resize) -> torch.Tensor:
@@ -96,28 +75,21 @@ def forward(tensors: Sequence[torch.Tensor], position: int, resize: Resize) -> t
     n, c, h, w = x.shape
     channels = sum(t.shape[1] for t in tensors)
     y = empty_nhwc((n, channels, *resize.size), x)
-    stream, at = nvrtc.stream(device), y.data_ptr()
+    at = y.data_ptr()
     for number, tensor in enumerate(tensors):
         if number == position:
             plan = _plan((n, c, h, w), channels, x.dtype, resize, False, device)
         else:
             pixels = n * resize.size[0] * resize.size[1]
             plan = _copy(pixels, tensor.shape[1], channels, x.dtype, resize, device)
-        plan.kernel(plan.grid, plan.block, (tensor.data_ptr(), at, *plan.arguments), 0, stream)
+        plan.run(tensor, at)
         at += tensor.shape[1] * x.element_size()
     return y
 
 
 def backward(dy: torch.Tensor, first: int, shape: tuple[int, int, int, int], resize: Resize) -> torch.Tensor:
     """Returns dx of `shape` from channels first .. first + C of dy [N, sum C, OH, OW], channels_last."""
-    device = dy.device.index or 0
-    plan = _plan(shape, dy.shape[1], dy.dtype, resize, True, device)
+    plan = _plan(shape, dy.shape[1], dy.dtype, resize, True, dy.device.index or 0)
     dx = empty_nhwc(shape, dy)
-    plan.kernel(
-        plan.grid,
-        plan.block,
-        (dy.data_ptr() + first * dy.element_size(), dx.data_ptr(), *plan.arguments),
-        0,
-        nvrtc.stream(device),
-    )
+    plan.run(dy.data_ptr() + first * dy.element_size(), dx)
     return dx

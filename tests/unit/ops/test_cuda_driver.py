@@ -66,8 +66,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return found
 
 
-def kernel(*, overlapping: bool = False) -> cuda_driver.Kernel:
-    return cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", overlapping=overlapping)
+def kernel(types: str = "", *, overlapping: bool = False) -> cuda_driver.Kernel:
+    return cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", types, overlapping=overlapping)
 
 
 def test_the_driver_finds_every_value_at_its_place(cuda: Driver) -> None:
@@ -75,19 +75,10 @@ def test_the_driver_finds_every_value_at_its_place(cuda: Driver) -> None:
         ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, Blob, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_double,
     )  # fmt: skip
     made = np.arange(128, dtype=np.uint8)
-    run = kernel()
+    run = kernel("PiqfPPId")
     for address, number in ((2**48, -5), (2**47 + 1, 7)):
         blob = made.view(np.dtype((np.void, 128)))[0] if number < 0 else made.reshape(1, 128)
-        values = (
-            address,
-            np.int32(number),
-            np.int64(2**40),
-            np.float32(0.5),
-            blob,
-            16,
-            np.uint32(2**31),
-            np.float64(0.1),
-        )
+        values = (address, number, 2**40, 0.5, blob, 16, 2**31, 0.1)
         run(GRID, BLOCK, values, 70_000, 0x77)
         expected = (address, number, 2**40, 0.5, made.tobytes(), 16, 2**31, 0.1)
         assert cuda.launches[-1] == (0x1234, GRID, BLOCK, 70_000, 0x77, [], expected)
@@ -95,7 +86,7 @@ def test_the_driver_finds_every_value_at_its_place(cuda: Driver) -> None:
 
 def test_the_default_stream_and_a_null_pointer_are_zero(cuda: Driver) -> None:
     cuda.signature = (ctypes.c_void_p,)
-    kernel()(GRID, BLOCK, (0,), 0, 0)
+    kernel("P")(GRID, BLOCK, (0,), 0, 0)
     assert cuda.launches == [(0x1234, GRID, BLOCK, 0, None, [], (None,))]
 
 
@@ -112,11 +103,11 @@ def test_how_it_is_launched_is_an_attribute(
 
 def test_threads_do_not_mix_their_values(cuda: Driver) -> None:
     cuda.signature = (ctypes.c_int64,) * 8
-    run = kernel()
+    run = kernel("q" * 8)
 
     def launch(number: int) -> None:
         for _ in range(300):
-            run((number, 1, 1), BLOCK, (np.int64(number),) * 8, number, number)
+            run((number, 1, 1), BLOCK, (number,) * 8, number, number)
 
     threads = [threading.Thread(target=launch, args=(number,)) for number in range(1, 5)]
     for thread in threads:
@@ -156,7 +147,7 @@ def current(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_the_kernels_device_is_made_current_where_it_is_not(cuda: Driver, current: list[int], status: int) -> None:
     cuda.statuses = [status, 0]
-    run = cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", device=1)
+    run = cuda_driver.Kernel(SimpleNamespace(ptr=0x1234), "sums", "", device=1)
     run(GRID, BLOCK, (), 0, 1)
     assert (len(cuda.launches), current) == (1, [0, 1, 0])
     run(GRID, BLOCK, (), 0, 1)

@@ -70,8 +70,9 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
     monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
     monkeypatch.setattr(nvrtc, "launched", set())
-    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, *, device, overlapping: loaded)
+    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, types, *, device, overlapping: loaded)
     monkeypatch.setattr(nvrtc.sources, "overlaps", lambda _: False)
+    monkeypatch.setattr(nvrtc.sources, "parameters", lambda *_: "")
     nvrtc.function.cache_clear()
     try:
         for asked in (75_000, 70_000):
@@ -214,9 +215,10 @@ def test_two_threads_that_ask_first_have_one_kernel_with_its_shared_memory(monke
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(nvrtc, "_most_dynamic", {})
     monkeypatch.setattr(nvrtc, "launched", set())
-    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, *, device, overlapping: loaded)
+    monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, types, *, device, overlapping: loaded)
     for name, found in (("overlaps", False), ("target", ()), ("source", "")):
         monkeypatch.setattr(nvrtc.sources, name, lambda _, found=found: found)
+    monkeypatch.setattr(nvrtc.sources, "parameters", lambda *_: "")
     caches = nvrtc.function, nvrtc._module
     for cache in caches:
         cache.cache_clear()
