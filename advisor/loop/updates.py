@@ -11,7 +11,7 @@ from torch._C._profiler import _RecordFunctionFast
 CLOSURE = "advisor:closure"
 
 
-class Window(Protocol):
+class UpdateWatcher(Protocol):
     """What marks updates in a trace. Neither raises."""
 
     def open_optimizer(self, optimizer: Any) -> None:
@@ -21,16 +21,16 @@ class Window(Protocol):
         """The update that began last is over."""
 
 
-_open: Window | None = None
+_open: UpdateWatcher | None = None
 
 
-def watch(window: Window) -> None:
+def watch(window: UpdateWatcher) -> None:
     """Updates are told to this window from now on."""
     global _open
     _open = window
 
 
-def let_go(window: Window) -> None:
+def let_go(window: UpdateWatcher) -> None:
     """They no longer are, if they were."""
     global _open
     if _open is window:

@@ -74,7 +74,7 @@ class RegressionVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class RunComparison:
     """Run B beside run A.
 
     `ratio` is B's step time over A's, with `low` and `high` at `CONFIDENCE` where both runs keep raw step times.
@@ -210,7 +210,7 @@ def _sentence(ratio: float | None, bounds: tuple[float, float] | None, comparabl
     return f"{measured}." if bounds[1] < 1 or bounds[0] > 1 else f"No difference beyond noise: {measured}."
 
 
-def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
+def compare_profiles(a: StepProfile, b: StepProfile) -> RunComparison:
     """Put run `b` beside run `a`."""
     comparable, differences = _differences(a, b)
     ratio = bounds = None
@@ -234,7 +234,7 @@ def compare_profiles(a: StepProfile, b: StepProfile) -> Comparison:
         for key in dict.fromkeys([*kinds_a, *kinds_b])
         if max(kinds[key].frac for kinds in (kinds_a, kinds_b) if key in kinds) >= SHOWN_FRAC
     ]
-    return Comparison(
+    return RunComparison(
         a=_label(a),
         b=_label(b),
         comparable=comparable,
@@ -298,7 +298,7 @@ def _totals(
     return tuple(r for r in rows if r.a is not None or r.b is not None)
 
 
-def compare_markdown(comparison: Comparison) -> str:
+def compare_markdown(comparison: RunComparison) -> str:
     """The comparison as Markdown, for CI summaries."""
     lines = ["## advisor compare", "", f"**{cell(comparison.sentence)}**", ""]
     lines += [f"- A: {cell(comparison.a)}", f"- B: {cell(comparison.b)}"]

@@ -9,7 +9,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text, count_text, counted, percent_text, samples_text, time_text
 from advisor.core.verdict import TrialLog
 from advisor.reporting import breakdown, drawn, numbers, wording
-from advisor.reporting.compare import Comparison, Delta
+from advisor.reporting.compare import Delta, RunComparison
 from advisor.reporting.page import MIN_WIDTH, Page, bar, clip, clip_path, printable
 
 _SEVERITY_COLORS = {"high": "red", "medium": "yellow", "low": "cyan", "info": "blue"}
@@ -315,7 +315,7 @@ def recommendations_text(
     return "\n".join(lines)
 
 
-def comparison_text(comparison: Comparison, width: int = 100, color: bool = False, drawn: bool = False) -> str:
+def comparison_text(comparison: RunComparison, width: int = 100, color: bool = False, drawn: bool = False) -> str:
     """A finished comparison as text."""
     page = Page(max(width, MIN_WIDTH), color, drawn)
     lines = [

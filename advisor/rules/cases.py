@@ -12,7 +12,7 @@ from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.metrics import Scalar as MetricScalar
 from advisor.core.units import percent_text
 from advisor.rules.catalog import CASES_SUFFIX
-from advisor.rules.conditions import Comparison, comparisons, truth
+from advisor.rules.conditions import MetricComparison, comparisons, truth
 from advisor.rules.engine import evaluate, outcome
 from advisor.rules.rule import Rule
 from advisor.rules.schema import SCHEMA, Fields, kind_of, meant, metric_value
@@ -155,7 +155,7 @@ def _just_below(rule: Rule, case: Case) -> bool:
     return any(_flips(rule, case, leaf) for leaf in numeric or leaves)
 
 
-def _flips(rule: Rule, case: Case, leaf: Comparison) -> bool:
+def _flips(rule: Rule, case: Case, leaf: MetricComparison) -> bool:
     value = case.given.get(leaf.metric)
     if value is None:
         return False

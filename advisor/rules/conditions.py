@@ -33,7 +33,7 @@ _RELATIVE_EQUALITY = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class MetricComparison:
     """One metric against one threshold in the metric's unit. `written` is the threshold as the author wrote it."""
 
     metric: str
@@ -80,12 +80,12 @@ class Not:
     part: Condition
 
 
-Condition = Comparison | All | AnyOf | Not
+Condition = MetricComparison | All | AnyOf | Not
 
 
 def truth(condition: Condition, table: MetricTable) -> Truth:
     """True, False, or None where a missing metric leaves it open."""
-    if isinstance(condition, Comparison):
+    if isinstance(condition, MetricComparison):
         value = table[condition.metric].value
         return None if value is None else condition.judge(value)
     if isinstance(condition, Not):
@@ -98,9 +98,9 @@ def truth(condition: Condition, table: MetricTable) -> Truth:
     return None if None in values else not decisive
 
 
-def comparisons(condition: Condition) -> Iterator[Comparison]:
+def comparisons(condition: Condition) -> Iterator[MetricComparison]:
     """All leaves, in order of writing."""
-    if isinstance(condition, Comparison):
+    if isinstance(condition, MetricComparison):
         yield condition
     elif isinstance(condition, Not):
         yield from comparisons(condition.part)
@@ -111,7 +111,7 @@ def comparisons(condition: Condition) -> Iterator[Comparison]:
 
 def always_read(condition: Condition) -> Iterator[str]:
     """Metrics outside any `any`, in order: without them the condition cannot come out true."""
-    if isinstance(condition, Comparison):
+    if isinstance(condition, MetricComparison):
         yield condition.metric
     elif isinstance(condition, Not):
         yield from always_read(condition.part)
@@ -120,9 +120,9 @@ def always_read(condition: Condition) -> Iterator[str]:
             yield from always_read(part)
 
 
-def replace(condition: Condition, change: Callable[[Comparison], Comparison]) -> Condition:
+def replace(condition: Condition, change: Callable[[MetricComparison], MetricComparison]) -> Condition:
     """The same condition with every leaf passed through `change`."""
-    if isinstance(condition, Comparison):
+    if isinstance(condition, MetricComparison):
         return change(condition)
     if isinstance(condition, Not):
         return Not(part=replace(condition.part, change))
@@ -146,7 +146,7 @@ def evidence(condition: Condition, table: MetricTable) -> tuple[Evidence, ...]:
 
 def describe(condition: Condition, indent: str = "") -> list[str]:
     """The condition in words, one line a leaf, with the reason of each threshold."""
-    if isinstance(condition, Comparison):
+    if isinstance(condition, MetricComparison):
         reason = f": {condition.because}" if condition.because else ""
         return [f"{indent}- `{condition.metric}` {condition}{reason}"]
     if isinstance(condition, Not):

@@ -46,14 +46,14 @@ class MetricValue:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class FunctionCall:
     """An operator or function applied to its operands."""
 
     name: str
     operands: tuple[Term, ...]
 
 
-Term = Number | MetricValue | Call
+Term = Number | MetricValue | FunctionCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +136,7 @@ class _Parser:
         left, unit = self.factor()
         while sign := self.take("*", "/"):
             right, other = self.factor()
-            left, unit = Call(sign, (left, right)), _combine(unit, other, 1 if sign == "*" else -1)
+            left, unit = FunctionCall(sign, (left, right)), _combine(unit, other, 1 if sign == "*" else -1)
         return left, unit
 
     def factor(self) -> tuple[Term, Dimension]:
@@ -175,7 +175,7 @@ class _Parser:
         if left[1] != right[1]:
             offset = self.tokens[self.position - 1][0]
             raise ExpressionError(offset, f"{name!r} of {_words(left[1])} and {_words(right[1])}", "the same unit")
-        return Call(name, (left[0], right[0])), left[1]
+        return FunctionCall(name, (left[0], right[0])), left[1]
 
 
 def _combine(left: Dimension, right: Dimension, sign: int) -> Dimension:
@@ -192,7 +192,7 @@ def _words(dimension: Dimension) -> str:
 def _names(term: Term) -> Iterator[str]:
     if isinstance(term, MetricValue):
         yield term.name
-    elif isinstance(term, Call):
+    elif isinstance(term, FunctionCall):
         for operand in term.operands:
             yield from _names(operand)
 

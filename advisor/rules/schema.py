@@ -13,7 +13,7 @@ from advisor.core.metric_spec import MetricSpec
 from advisor.core.metrics import BY_NAME
 from advisor.core.transform_table import ROWS
 from advisor.rules import estimate, messages, units
-from advisor.rules.conditions import OPERATORS, All, AnyOf, Comparison, Condition, Not, Threshold
+from advisor.rules.conditions import OPERATORS, All, AnyOf, Condition, MetricComparison, Not, Threshold
 from advisor.rules.rule import AREAS, ROLES, SEVERITIES, STATUSES, CounterExample, Rule
 from advisor.rules.sites import SELECTORS
 from advisor.rules.yaml_nodes import Document, Mapping, Mark, Node, RuleError, Scalar, Sequence, read
@@ -207,7 +207,7 @@ def _condition(document: Document, node: Node, problems: list[RuleError], depth:
     return All(parts=known) if name == "all" else AnyOf(parts=known)
 
 
-def _comparison(fields: Fields) -> Comparison | None:
+def _comparison(fields: Fields) -> MetricComparison | None:
     operators = [name for name in OPERATORS if name in fields.values]
     if "metric" not in fields.values or len(operators) != 1:
         found = "no metric" if "metric" not in fields.values else f"{len(operators)} comparisons"
@@ -238,7 +238,7 @@ def _comparison(fields: Fields) -> Comparison | None:
         if value is None:
             return None
         threshold, written = value, (node.text if isinstance(node, Scalar) else "") or '""'
-    return Comparison(metric=spec.name, operator=operator, threshold=threshold, written=written, because=because)
+    return MetricComparison(metric=spec.name, operator=operator, threshold=threshold, written=written, because=because)
 
 
 def _gain(fields: Fields) -> estimate.Gain | None:

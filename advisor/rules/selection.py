@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from advisor.core.errors import AdvisorError
 from advisor.core.metrics import BY_NAME
 from advisor.rules import units
-from advisor.rules.conditions import OPERATORS, Comparison, comparisons, replace
+from advisor.rules.conditions import OPERATORS, MetricComparison, comparisons, replace
 from advisor.rules.rule import Rule
 from advisor.rules.schema import meant
 
@@ -99,7 +99,7 @@ def _override(rules: dict[str, Rule], text: str) -> Rule:
     return dataclasses.replace(rule, when=replace(rule.when, lambda leaf: new if leaf is target else leaf))
 
 
-def _changed(leaf: Comparison, value: str, text: str) -> Comparison:
+def _changed(leaf: MetricComparison, value: str, text: str) -> MetricComparison:
     spec = BY_NAME[leaf.metric]
     threshold: float | str | bool | tuple[str, ...]
     if spec.kind == "number":

@@ -22,7 +22,7 @@ from advisor.transforms import registry
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.trials.across_gate import AcrossGate
 from advisor.trials.live.switch import Switch
-from advisor.trials.numerics.replay import Call
+from advisor.trials.numerics.replay import ReplayedCall
 
 # A step is long but where gradients are views of buckets: what the search is to find, however noisy the machine.
 SCRIPT = """
@@ -130,8 +130,8 @@ def gates(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
     place = board.of_run(folder, patience_s=60.0)
     gate = AcrossGate(training, None, place)
 
-    def call() -> Call:
-        return Call(training.roots[0], (x,), {}, [torch.ones(2, 4)], (False, torch.bfloat16))
+    def call() -> ReplayedCall:
+        return ReplayedCall(training.roots[0], (x,), {}, [torch.ones(2, 4)], (False, torch.bfloat16))
 
     # Each rank replays by itself, another number of times: a collective inside would not end.
     with alone([net]):

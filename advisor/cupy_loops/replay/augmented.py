@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from advisor.cupy_loops.replay.calls import IN_PLACE, Call, Entry, Program
+from advisor.cupy_loops.replay.calls import IN_PLACE, CupyCall, Entry, Program
 
 # What may stand between the first call and the last: operands are read, and one operation is made.
 _READS = frozenset(
@@ -62,7 +62,7 @@ def _is_augmented(code: CodeType, at: int) -> bool:
     return False
 
 
-def fold(program: Program, calls: list[Call], masked: Callable[[str], Callable[..., Any]]) -> None:
+def fold(program: Program, calls: list[CupyCall], masked: Callable[[str], Callable[..., Any]]) -> None:
     """Replace the three calls, and assignments of a number under a mask, in the program of these calls.
 
     Args:
@@ -79,13 +79,13 @@ def fold(program: Program, calls: list[Call], masked: Callable[[str], Callable[.
                 _fold(first, operation, last, masked(operation.name))
 
 
-def _assigns_number(call: Call) -> bool:
+def _assigns_number(call: CupyCall) -> bool:
     if len(call.args) != 3 or not isinstance(call.args[2], (int, float)):
         return False
     return is_mask(call.args[0], call.args[1], type(call.args[0]))
 
 
-def _three(calls: list[Call], number: int) -> bool:
+def _three(calls: list[CupyCall], number: int) -> bool:
     first, operation, last = calls[number : number + 3]
     return (
         operation.name in IN_PLACE

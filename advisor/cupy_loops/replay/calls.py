@@ -51,7 +51,7 @@ class NotAStep(Exception):
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class CupyCall:
     """One call as it was made; `result` holds its arrays alive while a step is recorded."""
 
     name: str

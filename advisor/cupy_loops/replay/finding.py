@@ -9,7 +9,7 @@ from typing import Any
 
 from advisor.cupy_loops.period import Anchor, find_anchor
 from advisor.cupy_loops.replay import augmented
-from advisor.cupy_loops.replay.calls import Call
+from advisor.cupy_loops.replay.calls import CupyCall
 from advisor.cupy_loops.watch import BATCHES, FIRST_LOOK, LOOK_AGAIN
 from advisor.loop.sources import Lines
 
@@ -34,14 +34,14 @@ class Finder:
         self._calls: list[tuple[str, str]] = []
         self._next_look = FIRST_LOOK
         self._count = self._settled = 0
-        self._steps: list[list[Call]] = []
+        self._steps: list[list[CupyCall]] = []
 
     def anew(self) -> None:
         """Record two steps again, of the same period."""
         self._count = self._settled = 0
         self._steps = []
 
-    def take(self) -> list[list[Call]]:
+    def take(self) -> list[list[CupyCall]]:
         """The two recorded steps; they are forgotten here."""
         steps, self._steps = self._steps, []
         return steps
@@ -97,7 +97,7 @@ class Finder:
             if len(self._steps) == 2:
                 return True, None
             self._steps.append([])
-        call = Call(name, plain, args, kwargs, None, line)
+        call = CupyCall(name, plain, args, kwargs, None, line)
         call.augmented = name == "__getitem__" and augmented.begins(sys._getframe(4), args, self.array)
         call.result = plain(*args, **kwargs)
         self._steps[-1].append(call)

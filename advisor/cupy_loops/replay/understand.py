@@ -11,7 +11,7 @@ from advisor.cupy_loops.replay.calls import (
     IN_PLACE,
     SOURCES,
     WRITERS,
-    Call,
+    CupyCall,
     Entry,
     NotAStep,
     Program,
@@ -27,7 +27,7 @@ _WITH_NUMBERS = frozenset(
 ) | {"multiply", "add", "subtract", "divide", "true_divide", "power", "maximum", "minimum"}
 
 
-def understand(first: list[Call], second: list[Call], array: Any, varying: set[tuple[int, int]]) -> Program:
+def understand(first: list[CupyCall], second: list[CupyCall], array: Any, varying: set[tuple[int, int]]) -> Program:
     """The program of the loop that made these two steps, one behind the other.
 
     Args:
@@ -50,7 +50,9 @@ class CannotCapture(NotAStep):
 
 
 class _Reader:
-    def __init__(self, first: list[Call], second: list[Call], array: Any, varying: set[tuple[int, int]]) -> None:
+    def __init__(
+        self, first: list[CupyCall], second: list[CupyCall], array: Any, varying: set[tuple[int, int]]
+    ) -> None:
         self.first, self.second, self.array, self.varying = first, second, array, varying
         self.now: dict[int, int] = {}  # object → place
         self.out = Program(entries=[], places=0)
@@ -65,7 +67,7 @@ class _Reader:
             self.out.entries.append(self._entry(number, old, new))
         return self.out
 
-    def _entry(self, number: int, old: Call, new: Call) -> Entry:
+    def _entry(self, number: int, old: CupyCall, new: CupyCall) -> Entry:
         olds, _ = flat(old.args, old.kwargs)
         news, keys = flat(new.args, new.kwargs)
         if old.name != new.name or len(olds) != len(news) or tuple(sorted(old.kwargs)) != keys:
@@ -112,7 +114,7 @@ class _Reader:
         entry.how, entry.single, entry.value = "placeholder", False, NotImplemented
         return entry
 
-    def _give(self, number: int, entry: Entry, new: Call) -> None:
+    def _give(self, number: int, entry: Entry, new: CupyCall) -> None:
         gives = []
         for value in arrays_of(new.result, self.array):
             known = self.now.get(id(value))
@@ -156,7 +158,7 @@ class _Reader:
                 raise NotAStep("a list holds a number that differs from step to step")
         return tuple(found)
 
-    def _is_masked(self, call: Call) -> bool:
+    def _is_masked(self, call: CupyCall) -> bool:
         """An index that says of each element if it is meant: how many are, the host must know."""
         if call.name not in ("__getitem__", "__setitem__") or len(call.args) < 2:
             return False
@@ -164,7 +166,7 @@ class _Reader:
         parts = index if isinstance(index, tuple) else (index,)
         return any(isinstance(part, self.array) and part.dtype.kind == "b" for part in parts)
 
-    def _note_writes(self, call: Call) -> None:
+    def _note_writes(self, call: CupyCall) -> None:
         """Arrays from outside that this call changes in place, themselves or through a view."""
         targets = []
         if call.name in IN_PLACE or call.name in WRITERS:
@@ -180,7 +182,7 @@ class _Reader:
                     if place is not None:
                         self.out.written.add(place)
 
-    def _may_vary(self, call: Call, value: Any) -> bool:
+    def _may_vary(self, call: CupyCall, value: Any) -> bool:
         return (
             call.name in _WITH_NUMBERS
             and type(value) in (int, float, np.float64)
@@ -191,7 +193,7 @@ class _Reader:
         found = [v.dtype for v in values if isinstance(v, self.array) and v.dtype.kind == "f"]
         return found[0] if found else None
 
-    def _is_constant(self, old: Call, new: Call) -> bool:
+    def _is_constant(self, old: CupyCall, new: CupyCall) -> bool:
         """A number made an array of: the same in both steps, and nobody writes into it."""
         (a, *_), (b, *_) = old.args or (None,), new.args or (None,)
         if not isinstance(b, (int, float, np.floating, np.integer)) or not same(a, b):

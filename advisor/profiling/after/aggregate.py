@@ -16,7 +16,7 @@ from advisor.core.trace import DeviceTable, Trace
 from advisor.core.units import percent_text
 from advisor.profiling.after import bylines, dram, promotions, rows, transfers
 from advisor.profiling.after.idle import HostActivity, Piece, device_idle, host_idle
-from advisor.profiling.after.rows import Precision, Work
+from advisor.profiling.after.rows import Precision, WorkItem
 from advisor.profiling.trace import kinds
 from advisor.profiling.trace.cupy_names import MADE, PREFIX
 from advisor.profiling.trace.hostcalls import copy_kind, is_allocation, is_launch, is_load, is_wait
@@ -260,9 +260,9 @@ def _records(trace: Trace, tree: HostTree) -> list[_Record]:
     return records
 
 
-def _work(device: DeviceTable, record: _Record, moved: list[float] | None) -> Work:
+def _work(device: DeviceTable, record: _Record, moved: list[float] | None) -> WorkItem:
     i = record.index
-    return Work(device.name[i], record.op, device.end_ns[i] - device.start_ns[i], device.stream[i], device.grid[i],
+    return WorkItem(device.name[i], record.op, device.end_ns[i] - device.start_ns[i], device.stream[i], device.grid[i],
                  device.block[i], None if moved is None else moved[i], device.device[i])  # fmt: skip
 
 
@@ -288,7 +288,7 @@ def _host_steps(
         if outer >= 0 and tree.is_operator(i):
             own[outer] -= ops.end_ns[i] - ops.start_ns[i]
     training = _training_thread(trace)
-    work: list[Work] = []
+    work: list[WorkItem] = []
     busy: list[Interval] = []
     for i in tree.order:
         if not tree.is_operator(i) or tree.loading[i] or not start <= ops.start_ns[i] < end:
@@ -296,7 +296,7 @@ def _host_steps(
         if tree.top[i] == i and ops.thread[i] == training:
             busy.append((ops.start_ns[i], ops.end_ns[i]))
         if own[i] > 0:
-            work.append(Work(ops.name[i], i, own[i]))
+            work.append(WorkItem(ops.name[i], i, own[i]))
     table, limit = rows.rows(work, trace, tree, environment, precision, steps)
     merged = clip(union(busy), start, end)
     loading = _loading(trace, tree, training)

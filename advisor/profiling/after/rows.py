@@ -32,7 +32,7 @@ class Precision:
 
 
 @dataclass(slots=True)
-class Work:
+class WorkItem:
     """One piece of work: a device record, or on a CPU an operator's own time."""
 
     name: str
@@ -46,7 +46,7 @@ class Work:
 
 
 def rows(
-    work: list[Work], trace: Trace, tree: HostTree, environment: Environment, precision: Precision, steps: int
+    work: list[WorkItem], trace: Trace, tree: HostTree, environment: Environment, precision: Precision, steps: int
 ) -> tuple[tuple[KernelRow, ...], float]:
     """Rows with their shares of their operators' modelled cost, longest first; and the limit of the step.
 
@@ -58,7 +58,7 @@ def rows(
             time_of[_unit(tree, item.op)] += item.ns
     inner = _inner_bytes(trace, tree, time_of.keys() - {-1})
     groups: dict[tuple[str, ...], list[float]] = {}
-    longest: dict[tuple[str, ...], tuple[int, Work]] = {}
+    longest: dict[tuple[str, ...], tuple[int, WorkItem]] = {}
     costs: dict[int, tuple[float, float, float]] = {}
     limits: dict[int, float] = defaultdict(float)  # by GPU
     for item in work:
@@ -95,7 +95,9 @@ def rows(
     return tuple(found), max(limits.values(), default=0.0)
 
 
-def _row(trace: Trace, tree: HostTree, item: Work, key: tuple[str, ...], sums: list[float], steps: int) -> KernelRow:
+def _row(
+    trace: Trace, tree: HostTree, item: WorkItem, key: tuple[str, ...], sums: list[float], steps: int
+) -> KernelRow:
     """A row of what has this key, from the sums over all steps; `item`: the longest piece of it."""
     ops = trace.ops
     name, op_name, module, phase, source, _ = key
@@ -128,7 +130,7 @@ def _row(trace: Trace, tree: HostTree, item: Work, key: tuple[str, ...], sums: l
     )
 
 
-def _kind(trace: Trace, item: Work, op_name: str, name: str, phase: str, in_conv: bool) -> str:
+def _kind(trace: Trace, item: WorkItem, op_name: str, name: str, phase: str, in_conv: bool) -> str:
     found = kinds.kind(op_name, name, phase=phase, inside_conv=in_conv)
     if found == "copy" and item.op >= 0 and trace.ops.name[item.op] == "aten::copy_" and trace.ops.strides:
         layouts = shapes.layouts(trace.ops.shapes[item.op], trace.ops.strides[item.op])

@@ -34,7 +34,7 @@ from advisor.trials.numerics.distance import distance
 from advisor.trials.numerics.inside import by_layers, speaks
 from advisor.trials.numerics.plain import MORE_SEEDS, SEEDS, PlainStep, observe
 from advisor.trials.numerics.precision import ROUNDED
-from advisor.trials.numerics.replay import Call, Result, copied, detached, random_like
+from advisor.trials.numerics.replay import ReplayedCall, Result, copied, detached, random_like
 from advisor.trials.numerics.seen import alike, dropped
 from advisor.trials.numerics.state import SavedState
 from advisor.trials.numerics.updates import compare_update, state_of
@@ -58,7 +58,7 @@ class Gate:
         self.training, self.watcher = training, watcher
         self._autocast: dict[int, tuple[bool, torch.dtype]] = {}
         self._hooks: list[Any] = []
-        self._calls: list[Call] = []
+        self._calls: list[ReplayedCall] = []
         self._silent: dict[int, tuple[RootModule, Any, Any]] = {}  # the step's latest calls of models without gradients
 
     def arm(self, *, guides: bool = False) -> None:
@@ -93,12 +93,12 @@ class Gate:
                 continue
             args, kwargs = pytree.tree_map(detached, (root.args, root.kwargs))
             autocast = self._autocast.get(id(root.module), default)
-            self._calls.append(Call(root, args, kwargs, list(root.output_grads), autocast))
+            self._calls.append(ReplayedCall(root, args, kwargs, list(root.output_grads), autocast))
         for key, (guide, args, kwargs) in self._silent.items():
-            self._calls.append(Call(guide, args, kwargs, [], self._autocast.get(key, default), learns=False))
+            self._calls.append(ReplayedCall(guide, args, kwargs, [], self._autocast.get(key, default), learns=False))
         return bool(self._calls)
 
-    def take(self) -> list[Call]:
+    def take(self) -> list[ReplayedCall]:
         """The calls that were captured, and the step's graph let go of: replays need the room."""
         self._let_go()
         return self._calls

@@ -13,7 +13,7 @@ from typing import Any
 from advisor.core.findings import Semantics
 from advisor.trials.numerics.distance import Distance, distance
 from advisor.trials.numerics.precision import EPSILON, coarser, compute_class
-from advisor.trials.numerics.replay import Call, Result, finite, replay
+from advisor.trials.numerics.replay import ReplayedCall, Result, finite, replay
 from advisor.trials.numerics.state import SavedState
 
 _REPEATS = 3
@@ -29,7 +29,7 @@ MORE_SEEDS = tuple(range(501, 517))
 class PlainStep:
     """One root's call without the change: its result as captured, and with the samples in another order; and its noise."""
 
-    call: Call
+    call: ReplayedCall
     saved: SavedState
     base: Result
     rolled: Result | None  # None: the model refuses them in another order
@@ -62,7 +62,7 @@ class PlainStep:
         return self.off(self.again(rolled=rolled, **options), rolled=rolled)
 
 
-def observe(call: Call, saved: SavedState, semantics: Semantics, precision: str, computes_in: str) -> PlainStep:
+def observe(call: ReplayedCall, saved: SavedState, semantics: Semantics, precision: str, computes_in: str) -> PlainStep:
     """Replay the plain step until its noise is known; `precision`, `computes_in` as `Gate.judge` has them."""
     script_class = coarser(compute_class(saved.device, call), computes_in)
     # What the candidate's own rounding would do is the yardstick for a change of precision.
@@ -102,7 +102,7 @@ def _draw(plain: PlainStep) -> None:
         plain.seeds, plain.draws = ([d for d in found if not d.broken] for found in (seeds, draws))
 
 
-def _in_another_order(call: Call, saved: SavedState) -> Result | None:
+def _in_another_order(call: ReplayedCall, saved: SavedState) -> Result | None:
     try:
         return replay(call, saved, rolled=True)
     except Exception:  # the model's own: what it asks of its inputs, another order does not have

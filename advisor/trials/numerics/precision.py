@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from advisor.trials.numerics.replay import Call
+from advisor.trials.numerics.replay import ReplayedCall
 
 # Half a unit in the last place: what one rounding in this class moves a value by.
 EPSILON = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "half": 2.0**-9}
@@ -13,7 +13,7 @@ EPSILON = {"fp64": 2.0**-53, "fp32": 2.0**-24, "tf32": 2.0**-11, "half": 2.0**-9
 ROUNDED = ("half", "tf32")
 
 
-def compute_class(device: torch.device, call: Call) -> str:
+def compute_class(device: torch.device, call: ReplayedCall) -> str:
     """What the script's own convolutions and products round to."""
     if call.autocast[0]:
         return "half"

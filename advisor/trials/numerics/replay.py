@@ -23,7 +23,7 @@ DRAWN_ON = torch.device("cpu")
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class ReplayedCall:
     """One root's captured training call, and how autocast stood around it."""
 
     root: RootModule
@@ -47,7 +47,7 @@ class Result:
 
 
 def replay(
-    call: Call,
+    call: ReplayedCall,
     saved: SavedState,
     *,
     jitter: float = 0.0,

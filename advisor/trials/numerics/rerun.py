@@ -12,7 +12,7 @@ import torch
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.replay import DRAWN_ON
-from advisor.trials.numerics.seen import DROPOUTS, Call, Layer, Seen
+from advisor.trials.numerics.seen import DROPOUTS, Layer, Seen, SeenCall
 
 PARAMETER, BUFFER = "gradient of parameter", "buffer update"
 
@@ -28,7 +28,7 @@ class Rerun:
     seen: Seen
 
     @property
-    def calls(self) -> list[Call]:
+    def calls(self) -> list[SeenCall]:
         """In their order."""
         return self.seen.calls[self.name]
 
@@ -86,7 +86,7 @@ class Rerun:
         return result
 
     def _called(
-        self, call: Call, autocast: tuple[bool, torch.dtype], epsilon: float, generator: torch.Generator
+        self, call: SeenCall, autocast: tuple[bool, torch.dtype], epsilon: float, generator: torch.Generator
     ) -> tuple[list[Any], torch.Tensor]:
         enabled, dtype = autocast
         inputs = [
@@ -120,7 +120,7 @@ class Rerun:
                 hook.remove()
 
 
-def _dropping(calls: Iterator[Call]) -> Callable[..., Any]:
+def _dropping(calls: Iterator[SeenCall]) -> Callable[..., Any]:
     def hook(module: Any, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
         call = next(calls)
         assert call.output is not None

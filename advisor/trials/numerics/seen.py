@@ -21,7 +21,7 @@ _TOLD = 1e-6  # as likely two draws of a dropout may be alike by chance, where t
 
 
 @dataclass(slots=True, eq=False)
-class Call:
+class SeenCall:
     """One call of a layer with the change on."""
 
     inputs: list[Any]
@@ -45,7 +45,7 @@ class Call:
 class Seen:
     """Calls of each module, and all parameters' gradients, by identity."""
 
-    calls: dict[str, list[Call]]
+    calls: dict[str, list[SeenCall]]
     gradients: dict[int, torch.Tensor | None]
     altered: set[str] = field(default_factory=set)  # modules whose buffers something else has moved after their calls
     scale: float = 1.0  # of gradients inside, against those that the backward pass left
@@ -170,9 +170,9 @@ class Copies:
         self._known[alias] = value._version, self.of(value)
 
 
-def _before(calls: list[Call], copies: Copies, states: Callable[[], list[torch.Tensor]]) -> Callable[..., Any]:
+def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[torch.Tensor]]) -> Callable[..., Any]:
     def hook(module: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        call = Call(
+        call = SeenCall(
             list(pytree.tree_map(copies.of, args)),
             pytree.tree_map(copies.of, kwargs),
             [b.detach().clone() for b in module.buffers()],
@@ -196,7 +196,7 @@ def _before(calls: list[Call], copies: Copies, states: Callable[[], list[torch.T
     return hook
 
 
-def _after(calls: list[Call], copies: Copies) -> Callable[..., None]:
+def _after(calls: list[SeenCall], copies: Copies) -> Callable[..., None]:
     def hook(module: Layer, args: Any, output: Any) -> None:
         call = next(call for call in reversed(calls) if call.output is None)
         written = {place for place, (alias, version) in call.given.items() if alias._version != version}

@@ -10,7 +10,7 @@ from rule_files import spoiled, write
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.rules import evaluate, load
-from advisor.rules.conditions import All, AnyOf, Comparison, Not, always_read, truth
+from advisor.rules.conditions import All, AnyOf, MetricComparison, Not, always_read, truth
 from advisor.rules.messages import faults, fill
 from advisor.rules.units import parse_number
 
@@ -18,7 +18,7 @@ FLAGS = ("on_gpu", "graphed")
 
 
 def flag(name):
-    return Comparison(metric=name, operator="is", threshold=True, written="true")
+    return MetricComparison(metric=name, operator="is", threshold=True, written="true")
 
 
 def table(**values):
@@ -45,7 +45,7 @@ def test_the_logic_is_kleenes(a, b):
     [("above", False, False, True), ("at_least", False, True, True), ("below", True, False, False), ("at_most", True, True, False)],
 )  # fmt: skip
 def test_comparisons_at_the_threshold(operator, below, equal, beyond):
-    leaf = Comparison(
+    leaf = MetricComparison(
         metric="idle_frac", operator=operator, threshold=parse_number("5 %", BY_NAME["idle_frac"]), written="5 %"
     )
     assert [leaf.judge(value) for value in (0.0499, 0.05, 0.0501)] == [below, equal, beyond]
@@ -55,8 +55,8 @@ def test_a_threshold_of_57_per_cent_equals_a_measured_0_57():
     """0.57 and 57 * 0.01 differ in the last bit; the comparison must not."""
     threshold = parse_number("57 %", BY_NAME["idle_frac"])
     assert threshold != 0.57
-    assert not Comparison(metric="idle_frac", operator="above", threshold=threshold, written="").judge(0.57)
-    assert Comparison(metric="idle_frac", operator="at_most", threshold=threshold, written="").judge(0.57)
+    assert not MetricComparison(metric="idle_frac", operator="above", threshold=threshold, written="").judge(0.57)
+    assert MetricComparison(metric="idle_frac", operator="at_most", threshold=threshold, written="").judge(0.57)
 
 
 @pytest.mark.parametrize(
