@@ -44,7 +44,7 @@ CASES = {
     "a negative gain": (("apply", "--auto", "--min-gain", "-1%", "train.py"), 2, "is outside 0% to 100%"),
     "no time": (("apply", "--auto", "--max-time", "0", "train.py"), 2, "is not a time span above zero"),
     "a century": (("apply", "--auto", "--max-time", "900000h", "train.py"), 2, "is more than 720 h"),
-    "nobody to ask": (("apply", "train.py"), 2, "nobody is there to answer. Use --auto"),
+    "nobody to ask": (("apply", "train.py"), 2, "there is no terminal to answer. Use --auto"),
     # plans
     "no plan": (("run", "train.py"), 2, "no plan in advisor-runs/ here"),
     "no such plan": (("run", "--plan", "none.yaml", "train.py"), 2, "no plan none.yaml"),

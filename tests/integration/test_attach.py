@@ -490,7 +490,7 @@ def test_subprocesses_of_the_script_are_left_alone(tmp_path: Path) -> None:
     )
     _, output, _ = run(tmp_path, "train.py")
     script, below = output.splitlines()[:2]
-    assert script.endswith(os.path.join("advisor", "loop", "steps.py"))
+    assert script.endswith(os.path.join("advisor", "loop", "hooks.py"))
     assert below.startswith("below ")
     assert below.endswith(os.path.join("torch", "autograd", "__init__.py"))
 

@@ -193,9 +193,12 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     )
     assert after.pop("plan.yaml")  # beside the script, as the README says
     assert after == before
-    (told,) = (json.loads(line) for line in (folder.with_name(f"{folder.name}-ledger.jsonl")).read_text().splitlines())
+    told, whole = (
+        json.loads(line) for line in (folder.with_name(f"{folder.name}-ledger.jsonl")).read_text().splitlines()
+    )
     assert (told["transform"], told["status"]) == ("fused_optimizer", "kept")
     assert told["predicted"]["high"] == pytest.approx(verdict["predicted"]["high"])
+    assert (whole["proved"], whole["speedup"]) == (["fused_optimizer"], plan["speedup"])
 
 
 @pytest.mark.long

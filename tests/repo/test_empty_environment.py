@@ -91,7 +91,6 @@ ELSEWHERE = {
     "advisor run [--plan PLAN] [SCRIPT [ARGS]]": QUICK_START[2],
     "advisor run": QUICK_START[2],
     "advisor apply --plan PLAN [SCRIPT [ARGS]]": "advisor apply --plan last",
-    "advisor apply --plan": "advisor apply --plan last",
     "advisor profile --trace FILE": "tests/unit/profiling/after/test_kineto.py",
     "advisor try --change ID SCRIPT": "tests/unit/cli/test_commands.py",
     "advisor try --patch FILE SCRIPT": "tests/unit/trials/test_patched.py",

@@ -101,7 +101,7 @@ def test_kernels_in_a_captured_graph_are_held_against_pytorchs_operations(
     check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
     assert calls
     assert not any("held against" in reason for reason in dispatch.fell_back["batchnorm_act"])
-    assert "could not be looked at" not in check.detail
+    assert "could not be checked" not in check.detail
     assert check.passed is not bool(fault), check
     assert not fault or "of batchnorm_act at" in check.detail
 
@@ -251,7 +251,7 @@ def test_layers_that_work_in_place_are_looked_at() -> None:
             module.inplace = True
     check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
     assert check.passed, check
-    assert "could not be looked at" not in check.detail
+    assert "could not be checked" not in check.detail
     wrong = planted(loop, "norm's bias left out of the gradient", 2)
     check = loop.judge(Change("wrong", (*bf16(loop), wrong), Semantics.PRECISION))
     assert check.passed is False, check
@@ -271,7 +271,7 @@ def test_a_layer_that_writes_to_what_it_is_given_is_looked_at() -> None:
     loop = Loop(Kind("adds", make), 2)
     check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
     assert check.passed, check
-    assert "could not be looked at" not in check.detail
+    assert "could not be checked" not in check.detail
 
 
 def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was(
@@ -282,7 +282,7 @@ def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was
     parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
     monkeypatch.setattr(operations, "_listed", lambda result: 1 / 0)
     check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
-    assert "could not be looked at (ZeroDivisionError" in check.detail
+    assert "could not be checked (ZeroDivisionError" in check.detail
     assert not torch.is_autocast_enabled("cpu")
     torch.clear_autocast_cache()
     weight, seen_as = nn.Parameter(torch.ones(2, 2)), []
@@ -322,7 +322,7 @@ def test_a_script_may_have_set_another_default_device() -> None:
     finally:
         torch.set_default_device(None)
     assert check.passed, check
-    assert "could not be looked at" not in check.detail
+    assert "could not be checked" not in check.detail
 
 
 def test_one_copy_serves_where_values_are_the_same_and_no_longer() -> None:
@@ -348,6 +348,6 @@ def test_no_room_to_look_at_layers_leaves_the_word_from_end_to_end(monkeypatch: 
     state = [p.detach().clone() for p in loop.script.models[0].parameters()]
     check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
     assert check.passed, check
-    assert "its layers could not be looked at (OutOfMemoryError: no room)" in check.detail
+    assert "its layers could not be checked (OutOfMemoryError: no room)" in check.detail
     moved = [p for p, before in zip(loop.script.models[0].parameters(), state, strict=True) if torch.equal(p, before)]
     assert not moved  # by the step of the script's that was captured, and by nothing else
