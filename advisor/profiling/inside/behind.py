@@ -23,18 +23,25 @@ class Behind:
         self._step_us, self._steps = step_us, steps
         self._looks = self._ordered()
         self._end: Callable[[], None] | None = None
+        self._leave: Callable[[], None] | None = None  # takes the hooks off, and says nothing
 
     def next(self) -> bool:
         """End the look at the step that is over, and begin the next one; False when there is none left."""
         if self._end is not None:
             self._guarded(self._end)
-            self._end = None
+            self._end = self._leave = None
         for what, begin in self._looks:
             tell(self._session, "phase", phase=what, done=0, total=0)
             self._guarded(begin)
             if self._end is not None:
                 return True
         return False
+
+    def abandon(self) -> None:
+        """Let go of the step: the script ends within it, or has raised. May be called twice."""
+        leave, self._end, self._leave = self._leave, None, None
+        if leave is not None:
+            self._guarded(leave)
 
     def _ordered(self) -> Iterator[tuple[str, Callable[[], None]]]:
         if self._session.course and self._step_us < LONGEST_S * 1e6 and not compiled_code_in_use():
@@ -52,6 +59,7 @@ class Behind:
         from advisor.profiling.inside.held import Look
 
         look = Look(self._training)
+        self._leave = look.end
         look.begin()
 
         def end() -> None:
@@ -64,6 +72,7 @@ class Behind:
         from advisor.profiling.inside.precision import Audit
 
         audit = Audit(self._training)
+        self._leave = audit.leave
         audit.begin()
         self._end = lambda: self._save(PRECISION_FILE, audit.end())
 

@@ -317,6 +317,7 @@ class ProfileDriver:
     def _finish(self) -> None:
         self._take_trace()
         self.phase = "watched"
+        self._save_steps()  # all is measured, should the script end in a look behind the trace
         if self.records and not self.in_step and not self._over():
             wall = spread(self._times.wall_us) if self._times else None
             step_us = wall.median if wall else 0.0
@@ -354,6 +355,8 @@ class ProfileDriver:
         if collector is not None:
             with suppress(Exception):
                 collector.stop()
+        if self._behind is not None:
+            self._behind.abandon()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -408,6 +411,8 @@ class ProfileDriver:
     def _close(self) -> None:
         if self.phase in ("warm-up", "timed"):
             self._measure()
+        if self._behind is not None:
+            self._behind.abandon()
         self._take_trace()
         self._read_facts()
         self._save_steps()
@@ -509,7 +514,7 @@ class ProfileDriver:
             traced=self._traced,
             traced_wall_us=tuple((b - a) / 1e3 for a, b in itertools.pairwise(bounds)),
             phase=self.phase,
-            complete=self.phase == "done" and self.watcher.patches.fault is None,
+            complete=self.phase in ("watched", "done") and self.watcher.patches.fault is None,
             provisional=provisional,
             notes=tuple(notes),
         )

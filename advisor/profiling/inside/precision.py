@@ -79,11 +79,15 @@ class Audit:
 
         return keep
 
-    def end(self) -> PrecisionRecord:
-        """Take the hooks off and say what was seen."""
+    def leave(self) -> None:
+        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+    def end(self) -> PrecisionRecord:
+        """Take the hooks off and say what was seen."""
+        self.leave()
         rows: list[Audited] = []
         notes: list[str] = []
         flags = tf32_flags()

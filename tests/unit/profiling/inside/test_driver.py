@@ -168,6 +168,16 @@ def test_looks_behind_the_trace_take_a_step_each(
     assert found.of("parameter") == 4 * (3 * 2 + 2)
 
 
+def test_a_script_that_ends_before_the_looks_are_over_is_measured_all_the_same(start: Start, tmp_path: Path) -> None:
+    driver = start(detail_steps=2, course=True)
+    assert train(14) == 14
+    assert driver.phase == "watched"
+    assert steps_record(tmp_path).complete
+    driver.at_exit()
+    assert steps_record(tmp_path).complete
+    assert not (tmp_path / HELD_FILE).exists()
+
+
 def test_a_look_that_fails_is_a_note(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("advisor.profiling.inside.held.Look.begin", lambda look: 1 / 0)
     start(detail_steps=2, course=True)
