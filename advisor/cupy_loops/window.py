@@ -143,15 +143,16 @@ def _table(calls: Sequence[tuple[str, int, int, str, str, str]], thread: int) ->
     ops = OpTable()
     for i, (name, start, end, line, shapes, dtypes) in enumerate(calls):
         if line:
-            _row(ops, "advisor:line:" + line, start, end, thread, 0, "line:" + line, "", "")
-        _row(ops, PREFIX + name, start, end, thread, i + 1, "", shapes, dtypes)
+            _row(ops, "advisor:line:" + line, (start, end), thread, 0, "line:" + line, "", "")
+        _row(ops, PREFIX + name, (start, end), thread, i + 1, "", shapes, dtypes)
     return ops
 
 
 def _row(
-    ops: OpTable, name: str, start: int, end: int, thread: int, link: int, mark: str, shapes: str, dtypes: str
+    ops: OpTable, name: str, span: tuple[int, int], thread: int, link: int, mark: str, shapes: str, dtypes: str
 ) -> None:
     ops.name.append(name)
+    start, end = span
     ops.start_ns.append(start)
     ops.end_ns.append(end)
     ops.thread.append(thread)
