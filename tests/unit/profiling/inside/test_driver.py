@@ -72,7 +72,8 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     torch.set_num_threads(1)
     gc.collect()
     fake = types.ModuleType("advisor.profiling.inside.collector")
-    fake.DETAIL_LIMIT, fake.TRACED_SLOWDOWN = 1000, 2.0
+    fake.TRACED_SLOWDOWN = 2.0
+    monkeypatch.setattr("advisor.profiling.inside.rawevents.DETAIL_LIMIT", 1000)
     fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})
     monkeypatch.setitem(sys.modules, "advisor.profiling.inside.collector", fake)
     # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
