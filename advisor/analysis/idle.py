@@ -88,7 +88,7 @@ def host_waiting_us(view: View) -> float:
     return min(view.step_us, stats.next_us or traced_us)
 
 
-def _in_operators(view: View) -> float:
+def in_operators(view: View) -> float:
     """Of a step on a CPU, but for its waits, the share that is traced as operators; the rest is Python's between them."""
     busy, idle = view.profile.busy_us, view.profile.idle
     between = sum(row.time_us for row in idle if row.cause != "data")
@@ -115,7 +115,7 @@ def fill(view: View, table: MetricTable) -> None:
     """Set busy and idle shares of the untraced step; they add up to 1."""
     found = idle(view)
     if not view.on_gpu and view.step_us > 0:
-        table.set("work_frac", (1.0 - host_waiting_us(view) / view.step_us) * _in_operators(view))
+        table.set("work_frac", (1.0 - host_waiting_us(view) / view.step_us) * in_operators(view))
     _waiting(view, table, found)
     names = ["work_frac", "busy_frac", "idle_frac", *(f"idle_{cause}_frac" for cause in CAUSES)]
     if found is None:

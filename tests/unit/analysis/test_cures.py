@@ -123,6 +123,18 @@ def test_gradients_for_parameters_that_no_optimizer_holds_are_told() -> None:
     assert low / high == pytest.approx(0.3 * 30 / 35)
 
 
+def test_steps_that_others_have_made_longer_than_the_traced_ones_keep_the_rows_shares() -> None:
+    base = profiles.laptop()
+    base = profiles.with_rows(base, *base.kernels, backward_of("Teacher.conv", 30_000))
+    quiet = replace(base, idle=(), model=replace(base.model, untrained=UNHELD))
+    quiet = replace(quiet, input=replace(quiet.input, next_us=0.0), busy_us=sum(row.time_us for row in quiet.kernels))
+    assert quiet.step_us is not None
+    step = replace(quiet.step_us, median=4 * quiet.busy_us)
+    busy = replace(quiet, step_us=step, wall_us=step, cost=replace(quiet.cost, overhead_frac=-0.75))
+    _, high = saved(metrics(busy), "untrained")
+    assert high == pytest.approx(30_000 / quiet.busy_us)
+
+
 def test_of_a_model_that_is_trained_in_part_only_the_modules_without_an_optimizer_are_told() -> None:
     base = profiles.laptop()
     rows = [backward_of("Net.backbone", 30_000), backward_of("Net.relu", 5_000), backward_of("Net.head", 20_000)]
