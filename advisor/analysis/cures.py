@@ -5,7 +5,7 @@ Transforms have theirs in `predictions`; these are for rules of advice, which re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from advisor.analysis import optimizer
 from advisor.analysis.conv import is_gradient
@@ -135,7 +135,7 @@ def anomaly(view: View, step: Step) -> Change | None:
 
 
 def untrained(view: View, step: Step) -> Change | None:
-    """No gradients for parameters that no optimizer holds: those of the weights at least, and all that is computed for them at most."""
+    """No gradients for parameters that no optimizer holds: those of the weights at least, and at most all of backward in these models."""
     facts = view.profile.model
     rows = [row for row in view.rows if _untrained(view, row)]
     # What the script updates by hand has its gradients read.
@@ -145,9 +145,14 @@ def untrained(view: View, step: Step) -> Change | None:
     own = sum(row.time_us for row in rows if row.module in names)
     return Change(
         worst=Saving(device_us=WEIGHT_GRADIENTS * own),
-        best=Saving(device_us=sum(row.time_us for row in rows)),
+        best=Saving(device_us=sum(row.time_us for row in view.rows if _of_models(row, names))),
         basis=f"{share(view, rows, step)} compute backward in {counted(len(names), 'module')} of which no optimizer has the parameters",
     )
+
+
+def _of_models(row: KernelRow, modules: Sequence[str]) -> bool:
+    """Backward in a model that holds one of these modules: where only a head is trained, none of it is needed but the head's."""
+    return row.phase == "backward" and row.module.partition(".")[0] in {name.partition(".")[0] for name in modules}
 
 
 def _untrained(view: View, row: KernelRow) -> bool:

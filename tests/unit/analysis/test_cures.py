@@ -141,6 +141,10 @@ def test_of_a_model_that_is_trained_in_part_only_the_modules_without_an_optimize
     base = profiles.with_rows(base, *base.kernels, *rows)
     found = metrics(replace(base, model=replace(base.model, untrained=("Net.backbone",))))
     assert found.number("untrained_frac") == pytest.approx(30 / 195)
+    low, high = saved(found, "untrained")
+    # Where a head alone is trained nothing of backward is needed but the head's.
+    backward = sum(row.time_us for row in base.kernels if row.phase == "backward" and row.module.startswith("Net"))
+    assert low / high == pytest.approx(0.3 * 30_000 / backward)
 
 
 def test_gradients_that_an_update_by_hand_reads_are_none_for_nobody() -> None:
