@@ -19,7 +19,7 @@ from advisor.core.gpus import Gpus
     metavar="PLAN",
     default="last",
     show_default=True,
-    help="The plan: a file, a run's folder, or `last`, the newest plan for SCRIPT in advisor-runs/.",
+    help="The plan: a file, a run's folder, or `last`: the newest plan for SCRIPT, plan.yaml here or one in advisor-runs/.",
 )
 @click.option("--strict", is_flag=True, help="Do not start if an item of the plan no longer fits.")
 @click.option(

@@ -79,7 +79,7 @@ def here(holding: str = "") -> list[Path]:
 
 def find_plan(name: Path, serves: Callable[[Plan], bool], script: str = "") -> tuple[Path, Plan]:
     """A plan, with its file, named by that, by the folder of its run, or as `last`: the newest in this directory that serves, of this
-    script where one is named.
+    script where one is named. `plan.yaml` in the directory itself is one of them: people edit that file, and commit it.
 
     Raises:
         AdvisorError: for `last` where there is none, or one that cannot be read.
@@ -88,13 +88,22 @@ def find_plan(name: Path, serves: Callable[[Plan], bool], script: str = "") -> t
         path = name / PLAN_FILE if os.path.isdir(name) else name
         use.hold(path.parent)
         return path, planfile.read(path)
-    newest = plans.last(here(PLAN_FILE), script, serves)
+    newest = plans.last(_plan_files(), script, serves)
     if newest is None:
         raise AdvisorError(
             f"no plan in {RUNS_DIR}/ here", fix="Run `advisor apply --auto train.py`, or name one with --plan."
         )
     use.hold(newest[0].parent)
     return newest
+
+
+def _plan_files() -> list[Path]:
+    """Files of plans in this directory, the newest first."""
+    files = [folder / PLAN_FILE for folder in here(PLAN_FILE)]
+    own = Path(PLAN_FILE).resolve()
+    if plans.is_one(own):
+        files = [own, *files]
+    return sorted(files, key=lambda file: file.stat().st_mtime, reverse=True)
 
 
 def existing(run: str | Path) -> Path:

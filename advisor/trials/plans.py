@@ -13,21 +13,30 @@ from advisor.trials import planfile
 from advisor.trials.records import PLAN_FILE
 
 
-def last(folders: Sequence[Path], script: str, serves: Callable[[Plan], bool]) -> tuple[Path, Plan] | None:
-    """The plan that is meant by `last`, with its file; None where no folder has one.
+def last(files: Sequence[Path], script: str, serves: Callable[[Plan], bool]) -> tuple[Path, Plan] | None:
+    """The plan that is meant by `last`, with its file; None where there is none.
 
     One that does not serve takes no earlier one's place, and one of another script none of this script's.
 
     Args:
-        folders: of runs, the newest first.
+        files: the newest first.
         script: as the user named it; "" for whichever it is.
     """
-    found = [(folder / PLAN_FILE, planfile.read(folder / PLAN_FILE)) for folder in folders]
+    found = [(file, planfile.read(file)) for file in files]
     return min(
         found,
         key=lambda one: (bool(script) and bool(planfile.another_script(one[1], script)), not serves(one[1])),
         default=None,
     )
+
+
+def is_one(file: Path) -> bool:
+    """Whether this file is a plan of advisor's, perhaps with a fault that its reader has made: other programs write `plan.yaml` too."""
+    try:
+        text = file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return False
+    return "schema_version:" in text and "items:" in text
 
 
 def beside(plan: Plan, run_dir: Path, here: Path) -> tuple[Path, str]:

@@ -94,6 +94,10 @@ ELSEWHERE = {
     "advisor profile --trace FILE": "tests/unit/profiling/after/test_kineto.py",
     "advisor try --change ID SCRIPT": "tests/unit/cli/test_commands.py",
     "advisor try --patch FILE SCRIPT": "tests/unit/trials/test_patched.py",
+    "advisor run --gpus N SCRIPT": "tests/integration/test_several_ranks.py",
+    "advisor apply --gpus N SCRIPT": "tests/integration/test_several_ranks.py",
+    "advisor memory SCRIPT": "tests/integration/test_less_memory.py",
+    "advisor scale RUN": "tests/unit/cli/test_commands.py",
     "advisor apply --plan last -- torchrun --nproc-per-node 8 train.py": "tests/integration/test_ddp.py",
     "make demo": "tests/repo/test_demo.py",  # and .ci/run, as it stands
     "make test": ".ci/run",

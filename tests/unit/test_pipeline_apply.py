@@ -114,12 +114,41 @@ def test_a_search_that_was_left_open_takes_no_earlier_plans_place(
     assert named(Path("last")) == runs / last / "plan.yaml"
 
 
+def test_the_last_plan_is_the_one_that_the_user_edited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """README: set a status in plan.yaml to skipped, then `advisor run train.py`. The run's own copy took its place."""
+    monkeypatch.chdir(tmp_path)
+    _plan_in(tmp_path / "advisor-runs" / "search", "kept", age=5)
+    _plan_in(tmp_path, "skipped", age=0)
+    found, plan = runs.find_plan(Path("last"), lambda known: True, "train.py")
+    assert (found, plan.items[0].status) == (tmp_path / "plan.yaml", "skipped")
+    _plan_in(tmp_path / "advisor-runs" / "later", "kept", age=-1)  # a search behind the edit
+    assert runs.find_plan(Path("last"), lambda known: True, "train.py")[0].parent.name == "later"
+
+
+def test_a_committed_plan_needs_no_run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _plan_in(tmp_path, "kept", age=0)
+    assert named(Path("last")) == tmp_path / "plan.yaml"
+
+
+def test_a_plan_of_another_program_is_none_and_one_with_a_slip_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    _plan_in(tmp_path / "advisor-runs" / "search", "kept", age=5)
+    (tmp_path / "plan.yaml").write_text("stages: [build]\n")
+    assert named(Path("last")).parent.name == "search"
+    (tmp_path / "plan.yaml").write_text("schema_version: 1\nitems: [{transform: tf32, status: skiped}]\n")
+    with pytest.raises(AdvisorError, match="skiped"):
+        named(Path("last"))
+
+
 def named(plan: Path) -> Path:
     return runs.find_plan(plan, lambda known: not planfile.left_open(known))[0]
 
 
 def _plan_in(run: Path, status: str, age: int, script: str = "train.py") -> None:
-    run.mkdir(parents=True)
+    run.mkdir(parents=True, exist_ok=True)
     plan = run / "plan.yaml"
     plan.write_text(f"schema_version: 1\nscript: {script}\nitems: [{{transform: tf32, status: {status}}}]")
     os.utime(plan, (1000 - age, 1000 - age))
