@@ -264,7 +264,8 @@ def test_factors_and_additions_are_found() -> None:
 
 def test_a_variant_that_is_not_measured_gives_way_to_one_that_is() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(spec, "wins", lambda name: "" if name in ("scale+drop+add", "scale+add") else dispatch.UNMEASURED)
+        wins = {"scale+drop+add", "scale+add"}
+        patch.setattr(spec, "wins", lambda kind, dtype: "" if kind in wins else dispatch.UNMEASURED)
         report, run = capture(Scaled())
         run(torch.randn(2, 8, 8, 8))
     assert sorted(report.matched.values()) == ["scale+add", "scale+drop+add"]

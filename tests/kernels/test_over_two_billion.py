@@ -6,15 +6,15 @@ On the meta device, where tensors have shapes and no memory; the launches are re
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from emulation.device import forget_launches
 
-from advisor.ops import catalog, dispatch, nvrtc, verify
+from advisor.ops import catalog, dispatch, nvrtc, sources, verify
 from advisor.ops.family import Case, Family
 
 LEAST_PADDING = 64  # negative sizes that are meant
@@ -30,11 +30,17 @@ for _family in catalog.FAMILIES:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, tuple[int, ...], tuple[Any, ...]]]]:
-    """(entry, grid, arguments) of what would have been launched on an H200."""
+    """(entry, grid, numbers by their type in the source) of what would have been launched on an H200."""
     seen: list[tuple[str, tuple[int, ...], tuple[Any, ...]]] = []
 
-    def function(name: str, entry: str, *_: Any, **__: Any) -> Any:
-        return lambda grid, block, arguments, *_, **__: seen.append((entry, tuple(grid), tuple(arguments)))
+    def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], *_: Any, **__: Any) -> Any:
+        types = sources.parameters(name, entry, defines)
+
+        def launch(grid: Any, block: Any, arguments: Any, *_: Any, **__: Any) -> None:
+            typed = zip(types, arguments, strict=True)
+            seen.append((entry, tuple(grid), tuple(one for one in typed if one[0] != sources.ADDRESS)))
+
+        return launch
 
     stands_in = {
         "function": function, "unavailable": lambda: "", "on_device": lambda tensor: "", "arch": lambda device: 90,
@@ -79,10 +85,11 @@ def test_launches_fit_or_pytorchs_own_runs(launches, family: Family, case: Case,
     assert launches or any(dispatch.fell_back.values()), "neither ran"
     for entry, grid, values in launches:
         assert all(1 <= n <= most for n, most in zip(grid, GRID, strict=False)), (entry, grid)
-        for value in values:  # numpy refuses what 32 bits cannot hold; far below zero has wrapped around
-            assert isinstance(value, int) or value.dtype.kind == "f" or value > -LEAST_PADDING, (entry, value)
+        for letter, value in values:
+            struct.pack(f"@{letter}", value)  # as a launch does: it refuses what these bits cannot hold
+            assert letter in "fd" or value > -LEAST_PADDING, (entry, value)  # far below zero has wrapped around
 
 
 def test_a_size_beyond_32_bits_is_refused_not_wrapped() -> None:
-    with pytest.raises(OverflowError):
-        np.int32(2**31)
+    with pytest.raises(struct.error):
+        struct.pack("@i", 2**31)

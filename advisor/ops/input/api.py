@@ -28,11 +28,12 @@ def normalise(
         [N, C, H, W]; in fp32 its bits are the table's. It has no gradient.
     """
     y_nhwc = memory_format == torch.channels_last
-    x_nhwc = _is_nhwc(pixels)
+    unsupported = _unsupported(pixels, dtype, y_nhwc=y_nhwc)
+    x_nhwc = not unsupported and _is_nhwc(pixels)
     wins = (
-        spec.wins(pixels.shape[1], x_nhwc=x_nhwc, y_nhwc=y_nhwc, dtype=storage.name(dtype)) if pixels.dim() > 1 else ""
+        spec.wins(pixels.shape[1], x_nhwc=x_nhwc, y_nhwc=y_nhwc, dtype=storage.name(dtype)) if not unsupported else ""
     )
-    reason = dispatch.refusal(_unsupported(pixels, dtype, y_nhwc=y_nhwc), wins)
+    reason = dispatch.refusal(unsupported, wins)
     if reason:
         fell_back[reason] += 1
         return reference.normalise(pixels, table).to(dtype, memory_format=memory_format)

@@ -612,7 +612,10 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "amp_bf16": (_NOT_OPTIMIZER, ()),
     "amp_fp16": (_NOT_OPTIMIZER, ()),
     "tf32": (lambda row: row.kind in _MATRIX, ()),
-    "channels_last": (lambda row: row.kind in ("conv", "layout", "norm", "upsample", "pool"), ()),
+    "channels_last": (
+        lambda row: row.kind in ("conv", "layout", "norm", "upsample", "pool", "elementwise", "reduce"),
+        (),
+    ),
     "cudnn_benchmark": (lambda row: row.kind == "conv", ()),
     "fused_optimizer": (lambda row: row.phase == _OPTIMIZER, ("launch", "other")),
     "fused_casts": (lambda row: row.op == "aten::_to_copy", ("launch", "other")),
