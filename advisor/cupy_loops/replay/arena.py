@@ -86,9 +86,13 @@ class Arena:
 
     def again(self, first: int, last: int, *, plain: bool = False) -> None:
         """Make the calls from `first` to `last` one by one, their results written where a graph would have; `plain` as there."""
-        for entry in self.program.entries[first:last]:
-            if entry.how == "run" and entry.name not in UNFILLED:
-                self.take(entry, self.run(entry, plain=plain and entry.takes is None))
+        for entry in self.computed(first, last):
+            self.take(entry, self.run(entry, plain=plain and entry.takes is None))
+
+    def computed(self, first: int, last: int) -> list[Entry]:
+        """The calls from `first` to `last` that a graph makes and that give values: to memory that holds none yet nothing is written."""
+        entries = self.program.entries[first:last]
+        return [entry for entry in entries if entry.how == "run" and entry.name not in UNFILLED]
 
     def views(self) -> set[int]:
         """Places whose arrays are views of other places' arrays."""

@@ -297,3 +297,35 @@ def test_a_graph_may_be_off_as_far_as_plain_calls_are() -> None:
 
     _, recorder = replayed(rebinding, 58, Noisy)
     assert recorder.phase == REPLAY, recorder.why
+
+
+def test_memory_that_a_step_takes_and_never_fills_tells_nothing_of_its_graph() -> None:
+    """CuPy's `empty` gives whatever lay there: another thing in each run, which had been taken for the noise of the calls."""
+    draw = np.random.default_rng(12)
+
+    def half_filled(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(13), cp.ones((4, 3))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            room = cp.empty((8, 3))
+            room[:4] = x[:4].dot(w)
+            w -= 0.01 * x[:4].T.dot(room[:4])
+        return [w]
+
+    class OffByALittle(Plain):
+        def launch(self, arena: Any, segment: tuple[int, int]) -> None:
+            super().launch(arena, segment)
+            place = next(e.gives[0] for e in arena.program.entries if e.name == "empty")
+            arena.at[place][0, 0] += 1.0
+
+    cp, patches = stub_cupy.module(), Patches()
+    plain_empty = cp.empty
+    cp.empty = lambda shape: plain_empty(shape) * 0 + cp.array(draw.normal(size=shape)) * 1e6
+    change = Graphs(OffByALittle)
+    change.apply(cp, patches)
+    half_filled(cp, 58)
+    recorder = change.recorder
+    patches.restore_all()
+    assert recorder is not None
+    assert recorder.phase == OFF
+    assert "other values than the calls" in recorder.why
