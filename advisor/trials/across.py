@@ -39,6 +39,7 @@ from advisor.transforms.patch import parameters_of
 from advisor.trials import planfile, planner, records, statistics, whole
 from advisor.trials.across_gate import AcrossGate, GateFailed, rounds_to, sends
 from advisor.trials.kept import KeptChanges
+from advisor.trials.live.members import kept_with, of_member
 from advisor.trials.live.switch import Switch
 from advisor.trials.statistics import Decision
 
@@ -306,21 +307,10 @@ class AcrossDriver:
 
     def _save_members(self, verdict: Verdict, members: Sequence[Recommendation]) -> None:
         """What was kept as one: each of its changes has a verdict of its own."""
-        for member in members:
-            others = tuple(m.transform for m in members if m is not member)
-            titles = " and ".join(map(transform_table.title, others))
-            self._save(
-                dataclasses.replace(
-                    verdict,
-                    transform=member.transform,
-                    title=transform_table.title(member.transform),
-                    semantics=transform_table.row(member.transform).semantics,
-                    predicted=member.predicted,
-                    reason=f"{verdict.reason}, together with {titles}",
-                    gain=None,
-                    together=others,
-                )
-            )
+        made = [self.find(member.transform) for member in members]
+        for member, transform in zip(members, made, strict=True):
+            own = of_member(verdict, transform, member, members)
+            self._save(kept_with(own, [other for other in made if other is not transform]))
 
     def _save(self, verdict: Verdict) -> None:
         if self._board.rank == 0:

@@ -37,6 +37,7 @@ from advisor.trials.kept import KeptChanges
 from advisor.trials.live.beside import MODES, CompiledBeside
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.loop import Loop
+from advisor.trials.live.members import kept_with, of_member
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
@@ -209,9 +210,9 @@ class SearchDriver:
             elif brought is None and (blamed := self._blamed(trial, members)):
                 # The others are tried as one again, without what does not go on at all.
                 waiting.remove(blamed)
-                self._conclude(self._own(verdict, blamed, members))
+                self._conclude(of_member(verdict, self.loop.find(blamed.transform), blamed, members))
             elif brought is not None:
-                own = self._own(verdict, brought, members)
+                own = of_member(verdict, self.loop.find(brought.transform), brought, members)
                 self._conclude(dataclasses.replace(own, reason=f"with channels_last, which it needs: {verdict.reason}"))
             else:
                 self._conclude(verdict)
@@ -399,21 +400,14 @@ class SearchDriver:
         for member, transform, effect in zip(members, transforms, effects, strict=True):
             sites = transform.sites(self.training) or ((), ())
             own = dataclasses.replace(
-                self._own(verdict, member, members), effect=effect, matched=sites[0], unmatched=sites[1]
+                of_member(verdict, transform, member, members), effect=effect, matched=sites[0], unmatched=sites[1]
             )
             if transform not in with_effect:
                 # It is on with the others, and nothing of it is in the graph.
                 reason = f"applied, but without effect: {effect.detail}"
                 own = dataclasses.replace(own, status=REVERTED, reason=reason, gain=None, timing=None, blocks=Blocks())
             elif len(with_effect) > 1:
-                others = [t for t in with_effect if t is not transform]
-                titles = " and ".join(t.title for t in others)
-                own = dataclasses.replace(
-                    own,
-                    reason=f"{verdict.reason}, together with {titles}",
-                    gain=None,
-                    together=tuple(t.id for t in others),
-                )
+                own = kept_with(own, [t for t in with_effect if t is not transform])
             if transform not in with_effect[:1]:  # paid once, and so told once
                 own = dataclasses.replace(own, first_step_us=0.0, break_even_steps=None, memory_delta_bytes=0)
             self._conclude(own)
@@ -426,21 +420,8 @@ class SearchDriver:
             others = " and ".join(self.loop.find(m.transform).title for m in members if m is not member)
             reason = f"{verdict.reason}, together with {others}; alone its predicted gain is below the noise"
             timing = Check(passed=False, detail=reason)
-            own = self._own(verdict, member, members)
+            own = of_member(verdict, self.loop.find(member.transform), member, members)
             self._conclude(dataclasses.replace(own, reason=reason, gain=None, timing=timing))
-
-    def _own(self, verdict: Verdict, member: Recommendation, members: Sequence[Recommendation]) -> Verdict:
-        """The verdict on all members as one, as that on one of them."""
-        transform = self.loop.find(member.transform)
-        return dataclasses.replace(
-            verdict,
-            transform=member.transform,
-            title=transform.title,
-            round=member.round,
-            semantics=transform.semantics,
-            predicted=member.predicted,
-            seconds=verdict.seconds / len(members),
-        )
 
     # -- what is left behind ----------------------------------------------------------------------------------------
 
