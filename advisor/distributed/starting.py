@@ -60,10 +60,10 @@ def one_of(command: ScriptCommand, ranks: int) -> ScriptCommand:
     return dataclasses.replace(command, variables=((place.SHARE_VARIABLE, str(ranks)),))
 
 
-def clear(run_dir: Path, ranks: int) -> None:
-    """Remove the copies of files that all ranks but the first have written."""
-    for number in range(1, ranks):
-        shutil.rmtree(place.folder(number, run_dir) / "files", ignore_errors=True)
+def clear(run_dir: Path) -> None:
+    """Remove the copies of files that all ranks but the first have written: the next start is to find none of them, as rank 0 does not."""
+    for folder in (run_dir / "ranks").glob("*/files"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def dead_rank(told: str) -> str:

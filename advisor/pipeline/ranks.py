@@ -103,7 +103,6 @@ def apply_on_ranks(
     foretold = foretold_scaling(searched.profile if searched else None, log, gpus, synchronised=way.same)
     log = replace(log, notes=(ranks.told(proof), *foretold, *filter(None, (early,)), *log.notes))
     storage.save(run_dir / "trials.json", log)
-    starting.clear(run_dir, gpus)
     return ApplyResult(
         run_dir=run_dir, exit_code=exit_code, log=log, plan=proved, plan_file=plan_beside(proved, run_dir, say)
     )

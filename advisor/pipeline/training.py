@@ -100,4 +100,4 @@ def _run_on_ranks(
             together, path, plan, run_dir=run_dir, strict=strict, also=also, say=say, launch=launcher.launch
         )
     finally:
-        starting.clear(run_dir, gpus)
+        starting.clear(run_dir)

@@ -82,7 +82,6 @@ def reach_on_ranks(
         held = _recompute(chosen, run_dir, limits, kept, say)
     finally:
         alone.put_back()
-        starting.clear(run_dir, count)
     plan = dataclasses.replace(
         ranks.bare_plan(command, chosen.proof, run_dir, chosen.way, environment=environment), items=tuple(kept)
     )

@@ -122,7 +122,6 @@ def prove_alone(command: ScriptCommand, ranks: int, run_dir: Path, *, way: place
         return prove(command, ranks, script, seed=fresh.SEED, way=way, launch=launcher.launch, say=say)
     finally:
         script.put_back()
-        starting.clear(run_dir, ranks)
 
 
 def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, way: place.Way, *, environment: str) -> Plan:

@@ -191,6 +191,7 @@ class Script:
         for problem in restore.restore(self.run_dir):
             self.notes.append(f"could not be put back: {problem}")
             self.displaced = self.failed = True
+        starting.clear(self.run_dir)
 
     def _account(self, wall_s: float, phase: str, *, started: bool) -> None:
         told = {} if phase else records.spent(self.run_dir)

@@ -153,7 +153,8 @@ class ProfileDriver:
             and self._warm > MIN_WARMUP
             and step.host_ns - self._warm_since_ns > self.session.pace * WARMUP_S * 1e9
         )
-        if self._over() or ((self._warm >= wanted or slow) and self._settled(step)):
+        settled = self.in_step or self._settled(step)  # by the clock, which is each rank's own
+        if self._over() or ((self._warm >= wanted or slow) and settled):
             self._begin_timed(step)
             return
         self._tell_phase(self._warm, wanted)

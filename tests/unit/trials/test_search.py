@@ -23,6 +23,7 @@ from advisor.profiling.beside.launcher import Exit
 from advisor.reporting import terminal_trials, wording
 from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
+from advisor.trials.script import Script as RealScript
 from advisor.trials.script import last_line
 from advisor.userfiles import restore
 from advisor.userfiles.guard import Guard
@@ -1220,6 +1221,23 @@ def test_the_users_files_are_put_back_after_every_child(script, tmp_path_factory
     log = apply(script, "tf32")[0]
     assert users.read_text() == "mine"
     assert log.files_written == (str(users.resolve()),)
+
+
+def test_no_rank_finds_at_its_start_what_it_has_written_in_the_one_before(script):
+    """Rank 0's checkpoint is put back after each start; another rank that resumed from its own would train apart from it."""
+    found = []
+
+    def launch(command, session, *, on_progress, **more):
+        checkpoint = script.run_dir / "ranks" / "rank-0001" / "files" / "best.pt"
+        found.append(checkpoint.exists())
+        checkpoint.parent.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_text("mine")
+        return Exit(code=0)
+
+    started = RealScript(COMMAND, script.run_dir, launch, lambda text: None)
+    for _ in range(2):
+        started.start("measure", timeout_s=1.0)
+    assert found == [False, False]
 
 
 # -- what must not be lost ------------------------------------------------------------------------------------------

@@ -300,6 +300,16 @@ def test_ranks_stop_by_counting_alone(start: Start, monkeypatch: pytest.MonkeyPa
     assert collector().started == 0
 
 
+def test_no_rank_waits_by_its_own_clock_until_loader_workers_have_settled(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ProfileDriver, "_settled", lambda self, step: False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    start()
+    assert train(100) == 5 + 6 + 1 + 3 - 1
+
+
 def test_a_group_that_is_made_late_counts_like_a_launchers(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lightning starts the other ranks from the first, after this one's hooks are there."""
     driver = start(deadline_unix_s=1.0)
