@@ -289,6 +289,13 @@ _ALL = (
         needs_gpu=False,
     ),
     Row(
+        id="cpu_affinity",
+        title="each rank on the cores beside its GPU",
+        code="cpu_affinity:CpuAffinity",
+        stage=Stage.RANKS,
+        semantics=Semantics.EXACT,
+    ),
+    Row(
         id="gradient_stream",
         title="weight gradients on a stream of their own",
         code="gradient_stream:GradientStream",

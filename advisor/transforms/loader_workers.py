@@ -30,6 +30,7 @@ from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.cpu_affinity import Bound
 from advisor.transforms.loader import is_stream, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute
 
@@ -115,7 +116,7 @@ class LoaderWorkers(Transform):
 def _wanted(parameters: Mapping[str, str]) -> int:
     if "workers" in parameters:
         return int(parameters["workers"])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(Bound.cores()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # By torchrun, or by `--gpus N`, whose ranks do not see torchrun's variables (distributed/place.py).
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("ADVISOR_GPUS") or "1")
     return max(1, min(cores // ranks - 1, _MOST_WORKERS))

@@ -137,7 +137,7 @@ def _held_against(apart: list[Distance], limit: float) -> Check:
 
 
 def sends(transform: Transform) -> bool:
-    """Whether it changes how gradients are sent, and nothing else."""
+    """Whether it changes how gradients are sent, or where ranks run, and nothing else."""
     name = transform.id
     return TOGETHER not in name and transform_table.row(name).stage is Stage.RANKS
 

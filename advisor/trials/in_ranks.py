@@ -64,6 +64,7 @@ def how_sent(passes: int = 1) -> tuple[Recommendation, ...]:
         *(("ddp_buckets", {"mb": size}) for size in ("100", "10")),
         ("ddp_static_graph", {}),
         ("ddp_bf16_gradients", {}),
+        *(("cpu_affinity", {"cores": which}) for which in ("node", "share")),
     ]
     if passes > 1:
         found.insert(0, ("ddp_no_sync", {"passes": str(passes)}))
