@@ -296,6 +296,13 @@ _ALL = (
         semantics=Semantics.EXACT,
     ),
     Row(
+        id="nccl_settings",
+        title="NCCL's settings",
+        code="nccl_settings:NcclSettings",
+        stage=Stage.RANKS,
+        live=False,
+    ),
+    Row(
         id="gradient_stream",
         title="weight gradients on a stream of their own",
         code="gradient_stream:GradientStream",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from advisor.core import storage
-from advisor.core.findings import Findings, Recommendation
+from advisor.core.findings import Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
 from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.shared import Say, write_report
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 # Of the time that is left behind the profile, what the search has; the rest is for fresh processes that prove what it keeps.
 SEARCH_SHARE, LEAST_SEARCH_S = 0.6, 60.0
+START_SHARE = 0.5  # of what is left then, for what needs fresh starts
 
 
 def search_script(
@@ -46,6 +47,10 @@ def search_script(
     candidates = in_ranks.switchable(planner.order(recommendations, measured)) + in_ranks.how_sent()
     how = replace(how, time_s=max(LEAST_SEARCH_S, SEARCH_SHARE * (until_s - began)))
     searched = in_ranks.search(command, candidates, (), run_dir, how, say=say)
+    fired = [finding.rule for finding in found.findings if finding.outcome is Outcome.FIRED]
+    started = in_ranks.from_the_start(fired, measured.model.backend)
+    how = replace(how, time_s=max(0.0, START_SHARE * (until_s - time.monotonic())))
+    searched = in_ranks.start_anew(command, started, searched, run_dir, how, say=say)
     environment = planfile.environment_text(measured.environment)
     plan = in_ranks.plan_of(command, searched, run_dir, environment=environment)
     if searched.kept and not searched.interrupted:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from advisor.core import transform_table
@@ -22,10 +22,13 @@ from advisor.distributed import place
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import outcome, planfile, planner, records, spent
+from advisor.trials.fresh import FreshRuns
+from advisor.trials.pairs import try_in_pairs
 from advisor.trials.script import GRACE_S, Launch, Say, Script
 from advisor.userfiles import owners
 
 STARTS = 2
+TRIAL_S = 120.0  # what a first step with a change may take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +80,30 @@ def how_sent(passes: int = 1) -> tuple[Recommendation, ...]:
             semantics=transform_table.row(name).semantics,
         )
         for name, parameters in found
+    )
+
+
+def from_the_start(fired: Collection[str], backend: str) -> tuple[Recommendation, ...]:
+    """What must be on before the ranks are connected, where they wait for what NCCL sends. One of them at most is kept.
+
+    Args:
+        fired: ids of the rules that have fired.
+        backend: of the process group.
+    """
+    if backend != "nccl" or "communication-exposed" not in fired:
+        return ()
+    name = "nccl_settings"
+    settings = ({"NCCL_MAX_CTAS": "8"}, {"NCCL_MIN_CTAS": "32"}, {"NCCL_PROTO": "Simple"})
+    title, semantics = transform_table.title(name), transform_table.row(name).semantics
+    return tuple(
+        Recommendation(
+            transform=name,
+            title=f"{title}: {', '.join(f'{variable}={value}' for variable, value in parameters.items())}",
+            reason="communication is exposed",
+            parameters=parameters,
+            semantics=semantics,
+        )
+        for parameters in settings
     )
 
 
@@ -164,6 +191,39 @@ def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[Plan
         if not script.on_trial:
             break
     return early
+
+
+def start_anew(
+    command: ScriptCommand,
+    candidates: Sequence[Recommendation],
+    searched: Searched,
+    run_dir: Path,
+    how: How,
+    *,
+    say: Say,
+) -> Searched:
+    """Try these in pairs of fresh starts of all ranks, on top of what is kept, until one helps. `how.time_s`: for all of them."""
+    left = [c for c in candidates if how.wants(c)]
+    if not left or searched.interrupted or searched.early:
+        return searched
+    script = searched.script or Script(command, run_dir, launcher.launch, say)
+    runs, until = FreshRuns(script, TRIAL_S), time.time() + how.time_s
+    kept: tuple[PlanItem, ...] = ()
+    for candidate in left:
+        if script.over:
+            break
+        if kept:
+            records.save_verdict(run_dir, records.verdict_on(candidate, SKIPPED, "another of these settings is kept"))
+            continue
+        found = try_in_pairs(
+            runs, candidate, searched.kept, min_gain=how.min_gain, max_pairs=how.max_pairs, until=until
+        )
+        if found is None:
+            break
+        records.save_verdict(run_dir, found)
+        say(f"{found.title}: {found.status}, {found.reason}")
+        kept = found_kept([found])
+    return replace(searched, kept=(*searched.kept, *kept), script=script)
 
 
 def plan_of(command: ScriptCommand, searched: Searched, run_dir: Path, *, environment: str) -> Plan:
