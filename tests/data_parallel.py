@@ -208,12 +208,12 @@ START_S = 120  # two imports of torch, on a machine that does something else too
 Work = Callable[[int, Path], Iterator[tuple[str, Any]]]
 
 
-def _process(rank: int, work: Work, folder: str, backend: str, limit_s: float | None) -> None:
+def _process(rank: int, work: Work, folder: str, backend: str, ranks: int, limit_s: float | None) -> None:
     limit_s = FOR_EVER_S if limit_s is None else limit_s
     faulthandler.dump_traceback_later(max(1.0, limit_s - 5), exit=False, file=sys.stderr)
     torch.set_num_threads(1)
     distributed.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=timedelta(seconds=limit_s)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=ranks, timeout=timedelta(seconds=limit_s)
     )
     Path(folder, f"{rank}.begun").touch()
     for name, found in work(rank, Path(folder)):
@@ -237,18 +237,25 @@ def _killed(context: Any) -> Iterator[None]:
 def in_two_processes(
     work: Work, folder: Path, *, backend: str, limit_s: float | None = None
 ) -> tuple[dict[str, list[Any]], str]:
+    """`in_processes`, in two."""
+    return in_processes(work, folder, RANKS, backend=backend, limit_s=limit_s)
+
+
+def in_processes(
+    work: Work, folder: Path, ranks: int, *, backend: str, limit_s: float | None = None
+) -> tuple[dict[str, list[Any]], str]:
     """What `work(rank, folder)` yields by name, one entry a rank; and why it ended before its end, empty where it did not.
 
-    Both processes are killed `limit_s` after both have begun: what each was doing is on its stderr by then. To begin they have START_S.
+    All processes are killed `limit_s` after all have begun: what each was doing is on its stderr by then. To begin they have START_S.
     None leaves it to pytest to end what hangs.
     """
-    context = mp.spawn(_process, (work, str(folder), backend, limit_s), nprocs=RANKS, join=False)
+    context = mp.spawn(_process, (work, str(folder), backend, ranks, limit_s), nprocs=ranks, join=False)
     assert context is not None
     deadline, begun, why = time.monotonic() + START_S, False, ""
     with _killed(context):
         try:
             while not context.join(timeout=0.2):
-                if not begun and all((folder / f"{rank}.begun").exists() for rank in range(RANKS)):
+                if not begun and all((folder / f"{rank}.begun").exists() for rank in range(ranks)):
                     deadline, begun = time.monotonic() + (limit_s or 0.0), True
                 if limit_s is not None and time.monotonic() >= deadline:
                     why = f"the processes hung: killed after {limit_s:g} s" if begun else f"not begun after {START_S} s"
@@ -258,7 +265,7 @@ def in_two_processes(
     found: dict[str, list[Any]] = {}
     for file in sorted(folder.glob("0-*.json")):
         name = file.stem[2:]
-        files = [folder / f"{rank}-{name}.json" for rank in range(RANKS)]
+        files = [folder / f"{rank}-{name}.json" for rank in range(ranks)]
         if all(other.exists() for other in files):
             found[name] = [json.loads(other.read_text()) for other in files]
     return found, why

@@ -59,11 +59,16 @@ def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
         half = ranks // 2
         inside = link.reduce_us(weights, half) + link.reduce_us(gradients, half) / 2
         across = link.reduce_us(gradients / half, 2)
-        found.append(row(f"FSDP2 on {half} × 2", sharded(half), inside + across, 0.0, step, SHOWN))
+        found.append(row(halves(ranks), sharded(half), inside + across, 0.0, step, APPLIED.format("hybrid")))
     stages = split(look.modules, ranks)
     if stages is not None:
         found.append(_pipeline(look, ranks, stages))
     return found
+
+
+def halves(ranks: int) -> str:
+    """The row's name of FSDP2 over each half of so many."""
+    return f"FSDP2 on {ranks // 2} × 2"
 
 
 def split(modules: Sequence[ModuleCost], stages: int) -> tuple[tuple[ModuleCost, ...], ...] | None:

@@ -215,8 +215,8 @@ def gpus_options(function: F) -> F:
     """`--gpus`, `--allow` and `--shard`."""
     function = click.option(
         "--shard",
-        type=click.Choice(["zero1", "fsdp2"]),
-        help="With --gpus: each rank keeps a share of the optimizer's state (zero1), or of weights and gradients too (fsdp2).",
+        type=click.Choice(["zero1", "fsdp2", "hybrid"]),
+        help="With --gpus: each rank keeps a share of the optimizer's state (zero1), or of weights and gradients too (fsdp2; hybrid: within each half of the ranks).",
     )(function)
     function = click.option(
         "--allow",

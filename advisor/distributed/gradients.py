@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from advisor.distributed import shared_weights
 from advisor.distributed.board import Watch
-from advisor.distributed.place import FSDP2, ZERO1
+from advisor.distributed.place import HALVES, HYBRID, OF_WEIGHTS, ZERO1
 from advisor.distributed.refused import refuse
 from advisor.distributed.shards import Loaders
 from advisor.distributed.shared_state import SharedState
@@ -170,7 +170,7 @@ class Gradients:
             self._meets(optimizer)
             if self._shard == ZERO1:
                 self._shared[optimizer] = SharedState(optimizer, self._rank, self._ranks)
-            elif self._shard == FSDP2:
+            elif self._shard in OF_WEIGHTS:
                 shared_weights.follow(optimizer, self._moved)
         if (shared := self._shared.get(optimizer)) is not None:
             shared.starts(args[1:], kwargs)
@@ -215,8 +215,8 @@ class Gradients:
             )
 
     def _wrap(self, root: torch.nn.Module) -> None:
-        if self._shard == FSDP2:
-            self._moved |= shared_weights.share(root)
+        if self._shard in OF_WEIGHTS:
+            self._moved |= shared_weights.share(root, copies=HALVES if self._shard == HYBRID else 1)
         else:
             unused = any(p.grad is None for p in _trained(root))
             layer = Replicated(

@@ -15,8 +15,11 @@ from pathlib import Path
 RANKS_VARIABLE, FOLDER_VARIABLE, RANK_VARIABLE = "ADVISOR_GPUS", "ADVISOR_RANKS_DIR", "ADVISOR_RANK"
 SEED_VARIABLE, NORMS_VARIABLE, LOCAL = "ADVISOR_COMMON_SEED", "ADVISOR_NORMS", "local"
 SHARE_VARIABLE = "ADVISOR_SHARE"  # one process alone, that loads of each batch what one of so many ranks would
-SHARD_VARIABLE, ZERO1, FSDP2 = "ADVISOR_SHARD", "zero1", "fsdp2"  # what ranks keep a share of; "" for nothing
-SHARDS = (ZERO1, FSDP2)
+# What ranks keep a share of; "" for nothing. HYBRID: as FSDP2 within each half of them.
+SHARD_VARIABLE, ZERO1, FSDP2, HYBRID = "ADVISOR_SHARD", "zero1", "fsdp2", "hybrid"
+SHARDS = (ZERO1, HYBRID, FSDP2)
+OF_WEIGHTS = (HYBRID, FSDP2)
+HALVES = 2  # that HYBRID makes
 BOARD_FILE = "board"
 # Events of ranks: one that ends by an exception of the script's; one that does not come to where the others wait; all that end because
 # the script cannot be divided.

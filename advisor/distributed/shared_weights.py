@@ -42,15 +42,20 @@ def _blocks(module: torch.nn.Module, whole: int) -> Iterator[torch.nn.Module]:
             yield child
 
 
-def share(root: torch.nn.Module) -> dict[int, tuple[torch.Tensor, torch.nn.Parameter]]:
+def share(root: torch.nn.Module, *, copies: int = 1) -> dict[int, tuple[torch.Tensor, torch.nn.Parameter]]:
     """Between a backward pass and the optimizer's step. All ranks call this together.
+
+    Args:
+        copies: so many parts of the ranks each hold the whole, shared within the part; gradients' shares are then averaged over the parts.
 
     Returns:
         By its identity each parameter there was, which holds nothing any more, and the one in its place.
     """
     before = dict(root.named_parameters())
     kind = next(iter(before.values())).device.type
-    mesh = init_device_mesh(kind, (torch.distributed.get_world_size(),))
+    ranks = torch.distributed.get_world_size()
+    shape, names = ((ranks,), ("shares",)) if copies == 1 else ((copies, ranks // copies), ("copies", "shares"))
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=names)
     with torch.no_grad():
         for parameter in before.values():
             if not parameter.is_contiguous():  # a convolution's weight in NHWC: shares are rows of it

@@ -49,7 +49,7 @@ def apply_on_ranks(
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
     command = ScriptCommand.parse(words, module=module)
-    way, machine = ranks.way(allow, shard), environment.probe()
+    way, machine = ranks.way(allow, shard, gpus), environment.probe()
     ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=allow)
     check_names(only, skip)
     run_dir = begin_run(command.name, out, say)

@@ -77,7 +77,7 @@ def _run_on_ranks(
 
     if command is None:
         raise AdvisorError("no script given", expected="a Python script with --gpus")
-    gpus, way, machine = asked.count, ranks.way(asked.allow, asked.shard), environment.probe()
+    gpus, way, machine = asked.count, ranks.way(asked.allow, asked.shard, asked.count), environment.probe()
     ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow)
     recover_pending(say)
     run_dir = new_run_dir(command.name)

@@ -1,6 +1,6 @@
 """`apply --goal memory --gpus N`: what each of N ranks holds, made smaller: by shares of the state, of the weights, and by recomputation.
 
-Ways are tried in the order of what they are foretold to cost: each rank holds all (DDP), ZeRO-1, FSDP2. Of each a run of all ranks is held
+Ways are tried in the order of what they are foretold to cost: each rank holds all (DDP), ZeRO-1, FSDP2 within halves, FSDP2. Of each a run of all ranks is held
 against one process, as any run of `--gpus` is, and one step of rank 0 is watched. With a limit the first way that fits is kept; without,
 the one that holds least for the time that it may cost. Modules are recomputed on top where that is not enough.
 """
@@ -30,8 +30,8 @@ from advisor.trials.ranks import RanksProof
 from advisor.trials.script import Say, Script
 from advisor.userfiles import owners
 
-WAYS = ("", place.ZERO1, place.FSDP2)
-NAMES = {"": "DDP", place.ZERO1: "ZeRO-1", place.FSDP2: "FSDP2"}
+WAYS = ("", place.ZERO1, place.HYBRID, place.FSDP2)
+NAMES = {"": "DDP", place.ZERO1: "ZeRO-1", place.HYBRID: "FSDP2 within halves", place.FSDP2: "FSDP2"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,13 +69,15 @@ def reach_on_ranks(
         tried = [_tried(command, count, run_dir, place.Way(), one, say)]
         foretold = {row.name: row for row in sharing.ways(tried[0].look, count, link)}
         for shard in WAYS[1:]:
+            if shard == place.HYBRID and not ranks.halves(count):
+                continue
             if limits.nbytes and tried[-1].look.most_bytes <= limits.nbytes:
                 break
             try:
                 tried.append(_tried(command, count, run_dir, place.Way(shard=shard), one, say))
             except AdvisorError as error:
                 notes.append(f"{NAMES[shard]}: {error}")
-        notes += [_told(each, tried[0], foretold.get(f"{NAMES[each.way.shard]} on {count}")) for each in tried]
+        notes += [_told(each, tried[0], foretold.get(_row(each.way.shard, count))) for each in tried]
         for note in notes:
             say(note)
         chosen = _chosen(tried, limits)
@@ -108,6 +110,11 @@ def _tried(
             exit_code=ExitCode.INCONCLUSIVE,
         )
     return Tried(way=way, script=script, proof=found, look=look)
+
+
+def _row(shard: str, count: int) -> str:
+    """What analysis/sharing.py calls it."""
+    return sharing.halves(count) if shard == place.HYBRID else f"{NAMES[shard]} on {count}"
 
 
 def _cost(each: Tried, plain: Tried) -> float:

@@ -76,17 +76,27 @@ def checked(command: ScriptCommand, ranks: int, *, gpus: int, allowed: bool) -> 
         )
 
 
-def way(allowed: bool, shard: str = "") -> place.Way:
+def way(allowed: bool, shard: str, ranks: int) -> place.Way:
     """How ranks train. Batch norms take statistics of each rank's own part where another training is allowed, else over all.
 
     Raises:
-        AdvisorError: for both at once: nothing would make norms' statistics, which nobody shares, alike on all ranks.
+        AdvisorError: for both at once: nothing would make norms' statistics, which nobody shares, alike on all ranks. And for halves of
+            too few ranks.
     """
-    if allowed and shard == place.FSDP2:
+    if allowed and shard in place.OF_WEIGHTS:
         raise AdvisorError(
-            "--shard fsdp2 with --allow training", expected="batch norms over all ranks", fix="Leave one out."
+            f"--shard {shard} with --allow training", expected="batch norms over all ranks", fix="Leave one out."
+        )
+    if shard == place.HYBRID and not halves(ranks):
+        raise AdvisorError(
+            f"--shard hybrid on {ranks} ranks", expected="an even number of them, 4 or more", fix="Use --shard fsdp2."
         )
     return place.Way(norms=place.LOCAL if allowed else "", shard=shard)
+
+
+def halves(ranks: int) -> bool:
+    """Whether so many ranks can share their weights within halves."""
+    return ranks >= 2 * place.HALVES and ranks % place.HALVES == 0
 
 
 def new_seed() -> int:

@@ -1,4 +1,4 @@
-"""Ranks that keep a share of the optimizer's state, or of the weights too: two processes over gloo against one, by the same numbers."""
+"""Ranks that keep a share of the optimizer's state, or of the weights too: processes over gloo against one, by the same numbers."""
 
 from __future__ import annotations
 
@@ -66,12 +66,17 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
     return sum(getattr(v, "_local_tensor", v).numel() for v in values)
 
 
+def shards(ranks: int) -> tuple[str, ...]:
+    return tuple(shard for shard in place.SHARDS if (shard == place.HYBRID) == (ranks > 2))
+
+
 def shares(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
-    part = slice(2 * rank, 2 * rank + 2)
-    for shard in place.SHARDS:
+    ranks = torch.distributed.get_world_size()
+    part = slice(4 // ranks * rank, 4 // ranks * (rank + 1))
+    for shard in shards(ranks):
         for name, make in OPTIMIZERS.items():
-            patches, loaders = Patches(), Loaders(rank, 2)
-            loaders.divided, loaders.share = True, 0.5
+            patches, loaders = Patches(), Loaders(rank, ranks)
+            loaders.divided, loaders.share = True, 1 / ranks
             gradients = Gradients(loaders, shard=shard)
             gradients.install(patches)
             model = net()
@@ -95,10 +100,11 @@ def shares(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:
             patches.restore_all()
 
 
-def test_ranks_with_shares_train_save_and_resume_as_one_process_does(tmp_path: Path) -> None:
-    found, why = data_parallel.in_two_processes(shares, tmp_path, backend="gloo")
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_with_shares_train_save_and_resume_as_one_process_does(tmp_path: Path, ranks: int) -> None:
+    found, why = data_parallel.in_processes(shares, tmp_path, ranks, backend="gloo")
     assert not why
-    for shard in place.SHARDS:
+    for shard in shards(ranks):
         for name, make in OPTIMIZERS.items():
             model = net()
             optimizer = make(model.parameters())
@@ -106,21 +112,21 @@ def test_ranks_with_shares_train_save_and_resume_as_one_process_does(tmp_path: P
             losses = trained(model, optimizer, whole, range(STEPS))
             state, values = plain((model.state_dict(), optimizer.state_dict())), kept(optimizer)
             on = trained(model, optimizer, whole, range(STEPS, 2 * STEPS))
-            ranks = found[f"{shard} {name}"]
+            each = found[f"{shard} {name}"]
             close = {"rel": 1e-4, "abs": 1e-6}
-            assert [sum(pair) / 2 for pair in zip(ranks[0][0], ranks[1][0], strict=True)] == pytest.approx(
+            assert [sum(at) / ranks for at in zip(*(rank[0] for rank in each), strict=True)] == pytest.approx(
                 losses, **close
             )
-            for rank in ranks:
+            for rank in each:
                 assert _flat(rank[1]) == pytest.approx(_flat(state), **close)
                 assert rank[2] <= 0.75 * values, "each rank keeps the whole state"
             further = found[f"{shard} {name} on"]
-            assert [sum(pair) / 2 for pair in zip(*(rank[0] for rank in further), strict=True)] == pytest.approx(
+            assert [sum(pair) / ranks for pair in zip(*(rank[0] for rank in further), strict=True)] == pytest.approx(
                 on, **close
             )
             assert all(rank[2] <= 0.75 * values for rank in further)
             resumed = found[f"{shard} {name} resumed"]
-            assert [sum(pair) / 2 for pair in zip(*resumed, strict=True)] == pytest.approx(on, **close)
+            assert [sum(pair) / ranks for pair in zip(*resumed, strict=True)] == pytest.approx(on, **close)
 
 
 def _flat(state: Any) -> list[float]:

@@ -10,6 +10,7 @@ import pytest
 
 from advisor.core.errors import AdvisorError
 from advisor.core.verdict import Check
+from advisor.distributed import place
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import ranks
 from advisor.trials.records import Measurement
@@ -65,3 +66,19 @@ def test_ranks_lose_only_beyond_noise() -> None:
     right = Check(passed=True, detail="")
     for bounds, lost in (((0.3, 0.4, 0.5), True), ((0.8, 0.9, 1.1), False), (None, False)):
         assert ranks.RanksProof(ranks=2, check=right, speedup=bounds).loses is lost
+
+
+def test_six_ranks_are_two_halves() -> None:
+    assert ranks.way(False, place.HYBRID, 6).shard == place.HYBRID
+
+
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_halves_of_too_few_or_an_odd_number_of_ranks_are_refused(count: int) -> None:
+    with pytest.raises(AdvisorError, match=f"hybrid on {count} ranks"):
+        ranks.way(False, place.HYBRID, count)
+
+
+@pytest.mark.parametrize("shard", place.OF_WEIGHTS)
+def test_shares_of_weights_do_not_go_beside_norms_of_each_ranks_own(shard: str) -> None:
+    with pytest.raises(AdvisorError, match="--allow training"):
+        ranks.way(True, shard, 4)
