@@ -156,7 +156,7 @@ class AcrossDriver:
             return records.verdict_on(candidate, SKIPPED, "no time left")
         transform = self._transform(candidate.transform)
         if self._board.rank == 0:
-            tell(self.session, "trial", transform=candidate.transform, title=transform.title)
+            tell(self.session, "trial", transform=candidate.transform, title=records.title_of(candidate))
         return (yield from self._trial(transform, candidate))
 
     def _transform(self, identifier: str) -> Transform:

@@ -94,14 +94,13 @@ def from_the_start(fired: Collection[str], backend: str) -> tuple[Recommendation
         return ()
     name = "nccl_settings"
     settings = ({"NCCL_MAX_CTAS": "8"}, {"NCCL_MIN_CTAS": "32"}, {"NCCL_PROTO": "Simple"})
-    title, semantics = transform_table.title(name), transform_table.row(name).semantics
     return tuple(
         Recommendation(
             transform=name,
-            title=f"{title}: {', '.join(f'{variable}={value}' for variable, value in parameters.items())}",
+            title=transform_table.title(name),
             reason="communication is exposed",
             parameters=parameters,
-            semantics=semantics,
+            semantics=transform_table.row(name).semantics,
         )
         for parameters in settings
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from advisor.core import transform_table
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
@@ -90,7 +89,7 @@ def _decided(
 ) -> Decision | None:
     """Run pairs, in ABBA order, until they decide; they are added to `pairs`."""
     item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
-    script, title = runs.script, transform_table.title(candidate.transform)
+    script, title = runs.script, records.title_of(candidate)
 
     def ended(status: str, reason: str) -> Decision:
         return Decision(status, None, None, reason)

@@ -15,6 +15,7 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
+from advisor.core.transform_row import Stage
 from advisor.core.verdict import KEPT, Check, Verdict
 from advisor.trials.statistics import rate_by_means, whole_blocks
 
@@ -124,6 +125,14 @@ def attempt(item: Verdict | Recommendation) -> tuple[str, tuple[tuple[str, str],
     return item.transform, tuple(sorted(item.parameters.items())), item.round
 
 
+def title_of(candidate: Recommendation) -> str:
+    """What people call it; with its setting where one change is tried with several."""
+    title, rows = transform_table.title(candidate.transform), transform_table.members(candidate.transform)
+    if len(rows) > 1 or rows[0].stage is not Stage.RANKS or not candidate.parameters:
+        return title
+    return f"{title} ({', '.join(f'{setting} {value}' for setting, value in candidate.parameters.items())})"
+
+
 def verdict_on(candidate: Recommendation, status: str, reason: str, **more: Any) -> Verdict:
     """The verdict on this candidate; `more`: further fields of it, and those that are not the candidate's."""
     found = Verdict(
@@ -131,7 +140,7 @@ def verdict_on(candidate: Recommendation, status: str, reason: str, **more: Any)
         status=status,
         reason=reason,
         parameters=dict(candidate.parameters),
-        title=transform_table.title(candidate.transform),
+        title=title_of(candidate),
         round=candidate.round,
         semantics=candidate.semantics,
         predicted=candidate.predicted,
