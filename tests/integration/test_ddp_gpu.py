@@ -109,7 +109,7 @@ def test_synchronised_norms_are_left_alone_and_the_reason_is_told(found) -> None
     for rank in ways[SYNCHRONISED]:
         assert "failed" not in rank, rank["failed"]
         assert not NORMS & (set(rank["matched"]) | set(rank["engaged"]))
-        assert rank["left"]["batchnorm_act"] == "the model has no BatchNorm2d, batch_norm()"
+        assert rank["left"]["batchnorm_act"] == "the model has no BatchNorm2d, BatchNorm3d, batch_norm()"
 
 
 class Block(nn.Module):

@@ -539,8 +539,8 @@ class ProfileDriver:
 
 
 def _without_event(step: StepEvent) -> StepEvent:
-    """The boundary without its CUDA event, for times that must not wait for the device."""
-    return replace(step, event=None)
+    """The boundary without CUDA events, for times that must not wait for the device: those of its draws may be ahead of it as well."""
+    return replace(step, event=None, draws=())
 
 
 def _values(losses: list[Any]) -> tuple[float, ...]:

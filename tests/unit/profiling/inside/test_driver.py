@@ -8,7 +8,9 @@ import json
 import sys
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +31,7 @@ from advisor.loop.records import (
     load_trace,
 )
 from advisor.loop.session import Session
-from advisor.loop.training import StepEvent
+from advisor.loop.training import Draw, StepEvent
 from advisor.profiling.inside import driver as module
 from advisor.profiling.inside.driver import ProfileDriver
 
@@ -298,6 +300,37 @@ def test_ranks_stop_by_counting_alone(start: Start, monkeypatch: pytest.MonkeyPa
     assert train(100) == 5 + 6 + 1 + 3 - 1
     assert not (tmp_path / STEPS_FILE).exists()
     assert collector().started == 0
+
+
+class Ahead:
+    """A CUDA event that the device has not come to; torch raises for it."""
+
+    def elapsed_time(self, other: object) -> float:
+        raise RuntimeError("Both events must be completed before calculating elapsed time.")
+
+    def synchronize(self) -> None:
+        raise AssertionError("waited for the device")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_is_written_in_between_asks_no_event_that_the_device_has_not_come_to(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int
+) -> None:
+    """On two H200s each rank had a loader whose batches came faster than the device trained: advisor switched itself off."""
+    monkeypatch.setenv("WORLD_SIZE", str(ranks))
+    driver = start()
+    plain = driver.on_step
+
+    def seen(step: StepEvent) -> None:
+        event: Any = Ahead()
+        plain(replace(step, draws=(Draw(before=(event, 0), after=(event, 1)),)))
+
+    driver.training.on_step[driver.training.on_step.index(plain)] = seen
+    monkeypatch.setattr(driver, "_measure", lambda: None)  # it waits for the device first
+    train(100)
+    assert driver.watcher.patches.fault is None
+    assert driver.phase == "done"
+    assert (tmp_path / STEPS_FILE).exists()
 
 
 def test_no_rank_waits_by_its_own_clock_until_loader_workers_have_settled(
