@@ -14,6 +14,7 @@ bits says so.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from advisor.trials.numerics.appeal import close_by, yardstick
 from advisor.trials.numerics.bounds import DRAW_FACTOR, joined
 from advisor.trials.numerics.compared import compare
 from advisor.trials.numerics.distance import distance
-from advisor.trials.numerics.inside import by_layers, speaks
+from advisor.trials.numerics.inside import UNCHECKED, by_layers, speaks
 from advisor.trials.numerics.plain import MORE_SEEDS, SEEDS, PlainStep, observe
 from advisor.trials.numerics.precision import ROUNDED
 from advisor.trials.numerics.replay import ReplayedCall, Result, copied, detached, random_like
@@ -186,7 +187,10 @@ def _looked_again(
         off()
         step.noise += look_again(step)
         on()
+        _, unchecked, why = finding.detail.partition(UNCHECKED)
         finding, _ = compare(step, semantics)
+        if finding.passed is False and unchecked:
+            finding = dataclasses.replace(finding, detail=f"{finding.detail}{unchecked}{why}")
         if finding.passed is False and semantics is Semantics.REASSOCIATED:
             finding = close_by(step, finding, on, off)
         if hidden and not first and speaks(finding, random=step.random):

@@ -16,10 +16,12 @@ from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
 from advisor.trials.numerics.plain import PlainStep, observe
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER
-from advisor.trials.numerics.seen import bare, blocks, captured, leaves, observed
+from advisor.trials.numerics.seen import Seen, bare, blocks, captured, leaves, observed
 
 # The gradient that reaches the last layers may be off by this much: what stands behind them has no depth.
 ARRIVES = 0.1
+# How a detail goes on where layers were not judged: it is kept when the whole model is compared again.
+UNCHECKED = "; its layers"
 
 
 def speaks(found: Check, *, random: bool) -> bool:
@@ -39,18 +41,20 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
     """
     name = plain.call.root.name
     try:
-        wrong, right, told = _layers(plain, on, off)
+        wrong, right, told, left = _layers(plain, on, off)
     except Exception as error:  # no room for it, or a module of the script's that is not to be called by itself
         off()
         plain.saved.restore()
         on()
-        return dataclasses.replace(
-            found, detail=f"{found.detail}; its layers could not be checked ({first_line(error)})"
-        )
+        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not be checked ({first_line(error)})")
     if wrong:
         return Check(passed=False, detail=f"{name}: {wrong}", numbers={**found.numbers, "of_bound": math.inf})
     trained = (p for p in plain.call.root.module.parameters() if p.requires_grad)
-    if found.passed or not all(id(p) in told for p in trained) or not _outputs_within(plain, right):
+    if found.passed:
+        return found
+    if not all(id(p) in told for p in trained):
+        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{left}")
+    if not _outputs_within(plain, right):
         return found
     if captured(plain) and not _as_uncaptured(plain).passed:
         return found
@@ -86,21 +90,21 @@ def _as_uncaptured(plain: PlainStep) -> Check:
     return compare(step, Semantics.REASSOCIATED)[0]
 
 
-def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> tuple[str, set[str], set[int]]:
+def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> tuple[str, set[str], set[int], str]:
     """(what is wrong with a layer, modules that are right by themselves, identities of the parameters whose gradients are judged
-    with these); leaves the change on.
+    with these, a layer that could not be called by itself and why); leaves the change on.
     """
     root = plain.call.root.module
     if captured(plain):
         ratio, what = operations.wrong(plain, operations.observed(plain))
         if ratio > 1.0:
-            return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set()
+            return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set(), ""
     modules = leaves(root) | blocks(root)
-    found, altered, far, lost = _looked_at(plain, modules, on, off)
+    found, seen, far, lost = _looked_at(plain, modules, on, off)
     if lost:
-        return f"no gradient reaches {lost[0]} any more", set(), set()
+        return f"no gradient reaches {lost[0]} any more", set(), set(), ""
     if far > ARRIVES:
-        return f"the gradient of the last layers is off by {far:.1e}", set(), set()
+        return f"the gradient of the last layers is off by {far:.1e}", set(), set(), ""
     wrong = {name for name, told in found.items() if told.wrong()}
     right = found.keys() - wrong
     inmost = [name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong)]
@@ -118,14 +122,15 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     left = [(r, f"{what} of {n}") for n in wrong for what, r in found[n].wrong().items() if not answered(n, what)]
     if left:
         ratio, what = max(left)
-        return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set()
-    return "", right - altered, {id(p) for told in found.values() for p in told.own}
+        return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set(), ""
+    left = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
+    return "", right - seen.altered, {id(p) for told in found.values() for p in told.own}, left
 
 
 def _looked_at(
     plain: PlainStep, modules: dict[str, torch.nn.Module], on: Callable[[], None], off: Callable[[], None]
-) -> tuple[dict[str, layers.Told], set[str], float, list[str]]:
-    """What is told of each of these, whose buffers moved after their calls, and what `layers.arrived` says; leaves the change on."""
+) -> tuple[dict[str, layers.Told], Seen, float, list[str]]:
+    """What is told of each of these, what was seen of them, and what `layers.arrived` says; leaves the change on."""
     with bare(plain):
         seen = observed(plain, modules, plain.lift)
     off()
@@ -135,4 +140,4 @@ def _looked_at(
         far, lost = layers.arrived(plain, modules, seen)
     plain.saved.restore()
     on()
-    return found, seen.altered, far, lost
+    return found, seen, far, lost

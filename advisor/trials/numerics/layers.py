@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from advisor.core.errors import first_line
 from advisor.trials.numerics.distance import BATCH_ELEMENTS, rows
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER, Rerun
-from advisor.trials.numerics.seen import Layer, Seen, leaves
+from advisor.trials.numerics.seen import Layer, Seen, leaves, noting
 
 # A layer's own roundings: of its inputs, its weights, its output, and sums of them. Products of one layer are off by 0.8 to 1.5 of these.
 _ROUNDINGS = 8.0
@@ -95,8 +96,13 @@ def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, 
     }
     found = _compared([rerun for name, rerun in again.items() if name not in later])
     wrong = [name for name, told in found.items() if told.wrong()]
-    holding = {name for name in again if any(other.startswith(f"{name}.") for other in wrong)}
-    found |= {name: _closely(again[name], again[name].results()) for name in holding}
+    holding = {
+        name for name in again if name not in seen.uncalled and any(other.startswith(f"{name}.") for other in wrong)
+    }
+    for name in holding:
+        base = _results(again[name])
+        if base is not None:
+            found[name] = _closely(again[name], base)
     for parameter in plain.call.root.module.parameters():
         parameter.grad = None
     return found
@@ -137,7 +143,7 @@ def arrived(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> tuple[fl
     def note(name: str) -> Callable[..., None]:
         def hook(module: Layer, args: Any, output: Any) -> None:
             if isinstance(output, torch.Tensor) and output.requires_grad:
-                output.register_hook(lambda gradient: got.setdefault(name, []).append(gradient.detach().clone()))
+                output.register_hook(noting(lambda gradient: got.setdefault(name, []).append(gradient)))
 
         return hook
 
@@ -166,7 +172,9 @@ def _scale(again: list[Rerun]) -> float:
         left = rerun.seen.gradients
         if len(powers) >= _SCALED_PARAMETERS or not any(left.get(id(p)) is not None for p in rerun.own):
             continue
-        base = rerun.results()
+        base = _results(rerun)
+        if base is None:
+            continue
         for place, parameter in enumerate(rerun.own):
             gradient = left.get(id(parameter))
             sizes = float(base[f"{PARAMETER} {place}"].norm()), 0.0 if gradient is None else float(gradient.norm())
@@ -180,15 +188,26 @@ def _compared(again: list[Rerun]) -> dict[str, Told]:
     """Told by bounds that hold without any noise, as most of what is right is within these; else closely."""
     told: dict[str, Told] = {}
     for several in _batches(again):
-        pairs = [(rerun.found(), rerun.results()) for rerun in several]
+        pairs = [(rerun, rerun.found(), base) for rerun in several if (base := _results(rerun)) is not None]
         every = iter(
-            _errors([f[n] for f, base in pairs for n in base], [t for _, base in pairs for t in base.values()])
+            _errors([f[n] for _, f, base in pairs for n in base], [t for _, _, base in pairs for t in base.values()])
         )
-        for rerun, (_, base) in zip(several, pairs, strict=True):
+        for rerun, _, base in pairs:
             ratios = _ratios(rerun, base, dict.fromkeys(base, Apart()), {name: next(every) for name in base})
             right = max(ratios.values(), default=0.0) <= 1.0
             told[rerun.name] = Told(ratios, False, False, rerun.own) if right else _closely(rerun, base)
     return told
+
+
+def _results(rerun: Rerun) -> dict[str, torch.Tensor] | None:
+    """What the module leaves now; None, and noted, where it is not to be called by itself."""
+    try:
+        return rerun.results()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # the module's own: it reads what only its model has set, or takes what was not kept
+        rerun.seen.uncalled[rerun.name] = first_line(error)
+        return None
 
 
 def _batches(again: list[Rerun]) -> Iterator[list[Rerun]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
@@ -92,10 +93,11 @@ class Rerun:
         inputs = [
             _input(value, place in call.learns, enabled, epsilon, generator) for place, value in enumerate(call.inputs)
         ]
+        keywords = _inner(call.keywords, enabled, epsilon, generator)
         with torch.enable_grad(), torch.autocast(self.plain.saved.device.type, dtype=dtype, enabled=enabled):
             # A layer may work in place on what it is given, which no leaf nor view of one allows.
             given = (v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in inputs)
-            output: torch.Tensor = self.module(*given, **call.keywords)
+            output: torch.Tensor = self.module(*given, **keywords)
         if call.gradient is not None and output.requires_grad:
             torch.autograd.backward([output], [moved(call.gradient.to(output.dtype), epsilon, generator)])
         return inputs, output
@@ -161,11 +163,26 @@ def _rounding(module: Layer, epsilon: float, generator: torch.Generator) -> Iter
 
 def _input(value: Any, learns: bool, autocast: bool, epsilon: float, generator: torch.Generator) -> Any:
     if not isinstance(value, torch.Tensor):
-        return value
+        return _inner(value, autocast, epsilon, generator)
+    return moved(_plain(value, autocast), epsilon, generator).clone().requires_grad_(learns)
+
+
+def _inner(value: Any, autocast: bool, epsilon: float, generator: torch.Generator) -> Any:
+    """A keyword's value, or a dict or list of tensors that a module is given as one; gradients of these are not told."""
+
+    def leaf(tensor: Any) -> Any:
+        return (
+            moved(_plain(tensor, autocast), epsilon, generator).clone() if isinstance(tensor, torch.Tensor) else tensor
+        )
+
+    return pytree.tree_map(leaf, value)
+
+
+def _plain(value: torch.Tensor, autocast: bool) -> torch.Tensor:
+    """The value in the dtype that the plain step would have it in."""
     value = value.detach()
-    if value.is_floating_point() and not autocast and value.dtype in (torch.float16, torch.bfloat16):
-        value = value.float()  # as the plain step would have it
-    return moved(value, epsilon, generator).clone().requires_grad_(learns)
+    half = value.dtype in (torch.float16, torch.bfloat16)
+    return value.float() if half and not autocast else value
 
 
 def moved(value: torch.Tensor, epsilon: float, generator: torch.Generator) -> torch.Tensor:

@@ -48,6 +48,7 @@ class Seen:
     calls: dict[str, list[SeenCall]]
     gradients: dict[int, torch.Tensor | None]
     altered: set[str] = field(default_factory=set)  # modules whose buffers something else has moved after their calls
+    uncalled: dict[str, str] = field(default_factory=dict)  # modules that could not be run by themselves, and why
     scale: float = 1.0  # of gradients inside, against those that the backward pass left
 
 
@@ -149,6 +150,16 @@ def observed(plain: PlainStep, modules: dict[str, Layer], lift: float) -> Seen:
     return seen
 
 
+def noting(keep: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor | None], None]:
+    """A hook that hands on a copy of each gradient that comes. None comes where a backward function leaves one of its outputs out."""
+
+    def hook(gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            keep(gradient.detach().clone())
+
+    return hook
+
+
 class Copies:
     """One copy of each tensor as it stands: what one module gives out, the next is given."""
 
@@ -186,7 +197,7 @@ def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[tor
                 return value
             # Its gradient is this layer's alone, whoever else reads the value. Of a view that is written to it would be lost.
             alias = value.clone() if getattr(module, "inplace", False) else value.view_as(value)
-            alias.register_hook(lambda gradient: call.back.__setitem__(place, gradient.detach().clone()))
+            alias.register_hook(noting(lambda gradient: call.back.__setitem__(place, gradient)))
             copies.same(alias, value)
             call.given[place] = alias, alias._version
             return alias
@@ -208,6 +219,6 @@ def _after(calls: list[SeenCall], copies: Copies) -> Callable[..., None]:
         call.output = copies.of(output)
         call.left = [b.detach().clone() for b in module.buffers()]
         if output.requires_grad:
-            output.register_hook(lambda gradient: setattr(call, "gradient", gradient.detach().clone()))
+            output.register_hook(noting(lambda gradient: setattr(call, "gradient", gradient)))
 
     return hook

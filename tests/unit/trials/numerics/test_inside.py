@@ -351,3 +351,100 @@ def test_no_room_to_look_at_layers_leaves_the_word_from_end_to_end(monkeypatch: 
     assert "its layers could not be checked (OutOfMemoryError: no room)" in check.detail
     moved = [p for p, before in zip(loop.script.models[0].parameters(), state, strict=True) if torch.equal(p, before)]
     assert not moved  # by the step of the script's that was captured, and by nothing else
+
+
+class Head(nn.Module):
+    """Takes its values as one dict, as DeepLab's heads do, and as keywords."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low, self.high = conv_norm(16, 16), nn.Conv2d(16, 32, 3, padding=1)
+
+    def forward(self, found: dict[str, torch.Tensor], *, scale: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.low(found["low"]), self.high(found["high"]) * scale], 1)
+
+
+class Pyramid(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.head = conv_norm(3, 16), conv_norm(16, 16), Head()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = self.first(x)
+        return self.head({"low": low, "high": self.second(low)}, scale=low.mean())
+
+
+class LeavesOut(torch.autograd.Function):
+    """Two values; of the second no gradient comes back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(gate)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradients[0] * 0.5, None
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.gate = conv_norm(3, 32), nn.Conv2d(3, 32, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return LeavesOut.apply(self.conv(x), self.gate(x))
+
+
+class Reads(nn.Module):
+    """Is not to be called by itself: it reads what its model has set for it and takes away again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.size = nn.Conv2d(16, 32, 3, padding=1), None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, self.conv.weight, padding=1)[..., : self.size[0]]
+
+
+class Sets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.reads = conv_norm(3, 16), Reads()
+        self.reads.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.reads.size = x.shape[-1:]
+        result = self.reads(self.first(x)) * self.reads.weight
+        self.reads.size = None
+        return result
+
+
+@pytest.mark.parametrize("features", [Pyramid, Gated])
+def test_a_layer_is_judged_whatever_it_is_given_and_whoever_sends_no_gradient(features: Callable[[], nn.Module]) -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        channels = 48 if features is Pyramid else 32
+        return supervised(Classifier(nn.Sequential(features()), channels), labelled(), nn.functional.cross_entropy)
+
+    loop = Loop(Kind("head", make), 2)
+    check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+    assert check.passed, check
+    assert "could not" not in check.detail
+    convolution = next(m for m in loop.script.models[0].modules() if isinstance(m, nn.Conv2d))
+    wrong = right.patched(
+        convolution, lambda forward: lambda x: faults.other_gradient(forward(x), lambda g: torch.zeros_like(g))
+    )
+    check = loop.judge(Change("wrong", (*bf16(loop), wrong), Semantics.PRECISION))
+    assert check.passed is False, check
+
+
+def test_one_layer_that_is_not_to_be_called_by_itself_leaves_the_others_judged() -> None:
+    def make() -> Any:
+        return supervised(Classifier(nn.Sequential(Sets()), 32), labelled(), nn.functional.cross_entropy)
+
+    loop = Loop(Kind("sets", make), 2)
+    assert loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION)).passed
+    wrong = planted(loop, "norm's bias left out of the gradient", 0)
+    check = loop.judge(Change("wrong", (*bf16(loop), wrong), Semantics.PRECISION))
+    assert check.passed is False, check
+    assert "by itself" in check.detail, check
