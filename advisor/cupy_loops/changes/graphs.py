@@ -34,6 +34,7 @@ class Graphs(Change):
 
         recorder = self.recorder = Recorder(module, patches, self.backend or backend)
         Surface(module, recorder.handle, patches, recorder.wrap).patch()
+        recorder.seen()
         for name in MEMORY:
             plain = getattr(module.ndarray, name, None)
             if plain is not None and hasattr(plain, "__get__"):

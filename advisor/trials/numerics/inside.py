@@ -46,7 +46,9 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
         off()
         plain.saved.restore()
         on()
-        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not be checked ({first_line(error)})")
+        return dataclasses.replace(
+            found, detail=f"{found.detail}{UNCHECKED} could not be checked ({first_line(error)})"
+        )
     if wrong:
         return Check(passed=False, detail=f"{name}: {wrong}", numbers={**found.numbers, "of_bound": math.inf})
     trained = (p for p in plain.call.root.module.parameters() if p.requires_grad)
@@ -123,8 +125,8 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     if left:
         ratio, what = max(left)
         return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set(), ""
-    left = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
-    return "", right - seen.altered, {id(p) for told in found.values() for p in told.own}, left
+    alone = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
+    return "", right - seen.altered, {id(p) for told in found.values() for p in told.own}, alone
 
 
 def _looked_at(

@@ -177,8 +177,8 @@ class Copies:
         return copy
 
     def same(self, alias: torch.Tensor, value: torch.Tensor) -> None:
-        """`alias` is a view of all of `value`."""
-        self._known[alias] = value._version, self.of(value)
+        """`alias` holds what `value` does: a view of all of it, or a clone, which counts its versions from zero."""
+        self._known[alias] = alias._version, self.of(value)
 
 
 def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[torch.Tensor]]) -> Callable[..., Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -109,6 +111,36 @@ def test_values_that_are_held_are_not_overwritten() -> None:
         np.testing.assert_array_equal(a, b)
     assert recorder.phase == REPLAY, recorder.why
     assert recorder.programs >= 2  # recorded anew with arrays of the script's own in that place
+
+
+@pytest.mark.parametrize("source", ["", "import cupyx.scipy.planted as p", "from cupyx.scipy.planted import f"])
+@pytest.mark.parametrize("inside", [False, True])
+def test_what_cupy_loads_for_itself_is_not_the_scripts(
+    source: str, inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planted, script = ModuleType("cupyx.scipy.planted"), ModuleType("script")
+    planted.f = FunctionType((lambda x: x).__code__, {"__name__": planted.__name__})
+    planted.f.__module__ = planted.__name__
+    for module in (ModuleType("cupyx"), ModuleType("cupyx.scipy")):
+        module.__path__ = []
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "script", script)
+
+    def loop(cp: Any, steps: int) -> list[Any]:
+        monkeypatch.setitem(sys.modules, planted.__name__, planted)
+        sys.modules["cupyx.scipy"].planted = planted
+        sys.modules["cupyx"].scipy = sys.modules["cupyx.scipy"]
+        exec(f"def step():\n    {source or 'pass'}" if inside else source, vars(script))
+        return rebinding(cp, steps)
+
+    _, recorder = replayed(loop, 58)
+    if source:
+        assert (recorder.phase, recorder.why) == (
+            OFF,
+            "the script uses cupyx.scipy.planted, whose calls are not seen",
+        )
+    else:
+        assert recorder.phase == REPLAY, recorder.why
 
 
 def test_a_loop_without_a_period_is_left_alone() -> None:

@@ -337,6 +337,39 @@ def test_one_copy_serves_where_values_are_the_same_and_no_longer() -> None:
     assert second.tolist() == [2.0] * 4
     copies.same(alias := x.view_as(x), x)
     assert copies.of(alias) is second
+    copies.same(clone := x.clone(), x)
+    assert copies.of(clone) is second
+    clone.relu_()
+    assert copies.of(clone) is not second  # though it is at the version now that `x` was at
+
+
+class Residual(nn.Module):
+    """Adds in place and then acts in place, as the ResNets of most libraries do."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        last = nn.Conv2d(channels, channels, 3, padding=1)
+        self.inner = nn.Sequential(conv_norm(channels, channels), last, nn.BatchNorm2d(channels))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.inner(x)
+        out += x
+        return self.relu(out)
+
+
+def test_an_activation_in_place_behind_a_sum_in_place_is_seen_as_it_is() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        blocks = nn.Sequential(conv_norm(3, 16), *(Residual(16) for _ in range(10)))
+        return supervised(Classifier(blocks, 16), labelled(), nn.functional.cross_entropy)
+
+    loop = Loop(Kind("residual", make), 2)
+    check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+    assert check.passed, check
+    wrong = planted(loop, "norm's bias left out of the gradient", 2)
+    check = loop.judge(Change("wrong", (*bf16(loop), wrong), Semantics.PRECISION))
+    assert check.passed is False, check
 
 
 def test_no_room_to_look_at_layers_leaves_the_word_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -420,7 +453,9 @@ class Sets(nn.Module):
 
 
 @pytest.mark.parametrize("features", [Pyramid, Gated])
-def test_a_layer_is_judged_whatever_it_is_given_and_whoever_sends_no_gradient(features: Callable[[], nn.Module]) -> None:
+def test_a_layer_is_judged_whatever_it_is_given_and_whoever_sends_no_gradient(
+    features: Callable[[], nn.Module],
+) -> None:
     def make() -> Any:
         torch.manual_seed(0)
         channels = 48 if features is Pyramid else 32
