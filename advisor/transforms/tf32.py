@@ -26,6 +26,8 @@ from advisor.transforms.patch import all_or_nothing, parameters_of
 
 _TF32_CAPABILITY = divmod(architectures.TF32, 10)
 _T = TypeVar("_T")
+# Operations by the newer interface, and how the older one reads and sets them together.
+_Flag = tuple[tuple[str, ...], Callable[[], "bool | None"], Callable[[bool], None]]
 
 
 class Tf32(Transform):
@@ -51,9 +53,9 @@ class Tf32(Transform):
         with all_or_nothing() as undo:
             off = _switched_off()
             if "matrix products" in off:
-                _allow(undo, ("matmul",), _legacy_matmul, torch._C._set_cublas_allow_tf32)
+                _set(undo, _MATMUL, on=True)
             if "convolutions" in off:
-                _allow(undo, ("conv", "rnn"), _legacy_cudnn, torch._C._set_cudnn_allow_tf32)
+                _set(undo, _CUDNN, on=True)
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
@@ -113,9 +115,20 @@ def _switched_off() -> list[str]:
     return [what for what, on in state.items() if not on]
 
 
-def _allow(
-    undo: Undo, operations: tuple[str, ...], legacy: Callable[[], bool | None], set_legacy: Callable[[bool], None]
-) -> None:
+_MATMUL: _Flag = (("matmul",), _legacy_matmul, torch._C._set_cublas_allow_tf32)
+_CUDNN: _Flag = (("conv", "rnn"), _legacy_cudnn, torch._C._set_cudnn_allow_tf32)
+
+
+def forbid() -> Undo:
+    """fp32 products have all their bits, until this is undone."""
+    with all_or_nothing() as undo:
+        _set(undo, _MATMUL, on=False)
+        _set(undo, _CUDNN, on=False)
+    return undo
+
+
+def _set(undo: Undo, flag: _Flag, *, on: bool) -> None:
+    operations, legacy, set_legacy = flag
     newer = {operation: _precision(operation) for operation in operations} if _new_interface() else {}
     old = legacy()
 
@@ -130,9 +143,9 @@ def _allow(
 
     undo.push(put_back)
     if old is not None:
-        set_legacy(True)
+        set_legacy(on)
     else:
-        torch._C._set_fp32_precision_setter("cuda", operations[0], "tf32")
+        torch._C._set_fp32_precision_setter("cuda", operations[0], "tf32" if on else "ieee")
 
 
 def _products(profile: StepProfile) -> list[KernelRow]:

@@ -80,6 +80,7 @@ class MeasureDriver:
         self._shares: list[float] = []
         self._read = False
         self._prints: dict[str, tuple[float, ...]] = {}
+        self._whole_products = prints.WholeProducts() if session.prints else None
         self._rank, self._ranks = 0, 1
         self._kernels: KernelTime | None = None
         self._traced = 0  # steps, since it was started
@@ -112,6 +113,9 @@ class MeasureDriver:
                 self._read_losses()  # all ranks are here; at the end one may be gone
         if self._seen <= self.session.prints:
             self._prints |= prints.of(self.training, self._seen)
+        if self._whole_products is not None and self._seen >= self.session.prints:
+            self._whole_products.end()
+            self._whole_products = None
         self._take(event)
         if self._is_over():
             self._write(complete=self._ranks == 1 or self._clean >= self.session.steps)

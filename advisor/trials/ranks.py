@@ -33,6 +33,7 @@ STEPS = 3  # whose gradients and buffers are compared
 # Allowed, beside this many times the noise: what fp32 sums leave in any case. Statistics of a part of the batch in place of the
 # whole's, or a gradient that is not reduced, are off by 10 % and more.
 FACTOR, FLOOR, WINDOW = 4.0, 2e-5, 5
+TELLS = 0.1  # more noise times FACTOR than this hides such a fault
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,12 +230,14 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
     told: list[str] = []
     numbers: dict[str, float] = {}
     worst = 0.0
+    hides = math.inf  # the least noise of gradients
     for kind in ("gradient", "buffer"):
         for step in range(1, STEPS + 1):
             off, noise = _apart(plain, spread, kind, step), max(_apart(plain, o, kind, step) for o in others)
             if math.isnan(off):
                 continue
             of_bound = off / (FACTOR * noise + FLOOR)
+            hides = min(hides, noise) if kind == "gradient" else hides
             numbers |= {f"{kind}_{step}": off, f"{kind}_{step}_noise": noise}
             if of_bound >= worst:
                 worst, told = of_bound, [f"{kind}s of step {step} are {off:.1e} apart, {noise:.1e} by noise"]
@@ -243,6 +246,10 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
     if not numbers or not spread.losses:
         return Check(passed=None, detail="advisor cannot see a loss or gradients in the script's steps")
     told.append(line)
+    if TELLS / FACTOR < hides < math.inf:
+        told.append(
+            f"gradients tell little, with noise of {percent_text(hides)}: a reduction that is missing may not show"
+        )
     worst = max(worst, of_bound)
     numbers["of_bound"] = worst
     return Check(passed=worst <= 1.0, detail="; ".join(told), numbers=numbers)

@@ -41,6 +41,12 @@ def test_what_differs_by_more_does_not(planted: dict[str, float]) -> None:
     assert ranks.alike(measured(), OTHERS, measured(**planted, seed=3)).passed is False
 
 
+def test_noise_that_would_hide_a_missing_reduction_is_told() -> None:
+    loud = [measured(gradient=0.3, loss=1e-6, seed=seed) for seed in (1, 2)]
+    assert "gradients tell little" in ranks.alike(measured(), loud, measured(gradient=0.3, loss=1e-6, seed=3)).detail
+    assert "gradients tell little" not in ranks.alike(measured(), OTHERS, measured(seed=3)).detail
+
+
 def test_a_gradient_that_is_missing_is_no_match() -> None:
     other = measured(seed=3)
     prints = {name: value for name, value in other.prints.items() if name != "1 gradient Net.weight"}
