@@ -27,11 +27,12 @@ from itertools import product
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))
+sys.path[:0] = [str(REPO), str(REPO / "tools")]
 
-from advisor.bench import checks, results  # noqa: E402 – found by the path set above
+from advisor.bench import results  # noqa: E402 – found by the path set above
 from advisor.ops import catalog  # noqa: E402 – found by the path set above
 from advisor.ops.family import Case, Family  # noqa: E402 – found by the path set above
+from benchmark_pages import checks  # noqa: E402 – found by the path set above
 
 SANITIZER = "compute-sanitizer"
 AT_ONCE = 8  # each holds some GB of device memory and one core

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from advisor.bench import dispatch_rows, goals
-from advisor.bench.page import TIE
+from advisor.bench.dispatch_rows import TIE
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, dispatch, dispatch_table, storage
 from advisor.ops.dispatch import Inferred

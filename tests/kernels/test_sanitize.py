@@ -14,9 +14,10 @@ import pytest
 import sanitize
 import torch
 
-from advisor.bench import checks, results
+from advisor.bench import results
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
+from benchmark_pages import checks
 
 
 def test_only_a_summary_of_nothing_is_clean() -> None:

@@ -84,7 +84,7 @@ def test_the_wheel_carries_every_data_file(built: Path) -> None:
     }
     assert sorted(templates - held) == []
     assert [name for name in held if name.endswith(".dist-info/licenses/LICENSE")]
-    assert not [name for name in held if name.startswith(("tests", "kernels", "rules", "docs"))]
+    assert not [name for name in held if name.startswith(("tests", "tools", "kernels", "rules", "docs"))]
 
 
 @pytest.mark.long

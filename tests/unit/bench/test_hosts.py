@@ -14,6 +14,7 @@ import torch
 from advisor.bench import hosts, results, timing
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
+from benchmark_pages import hosts_section
 
 
 def row(name: str, plain_ms: float = 4.0, advisor_ms: float = 2.0) -> hosts.HostRow:
@@ -117,9 +118,11 @@ def test_a_network_in_which_no_kernel_ran_is_not_measured() -> None:
 
 
 def test_the_section_has_a_line_a_network_and_nothing_without() -> None:
-    told = hosts.section([storage.to_plain(row("resnet18")), storage.to_plain(row("vgg11", 3.0, 3.3))]).splitlines()
+    told = hosts_section.section(
+        [storage.to_plain(row("resnet18")), storage.to_plain(row("vgg11", 3.0, 3.3))]
+    ).splitlines()
     assert told[-2:] == [
         "| resnet18 | 22 | 4.00 | 5% | 2.00 | 4% | 2.00 | 2026-11-25 |",
         "| vgg11 | 22 | 3.00 | 5% | 3.30 | 4% | 0.91 | 2026-11-25 |",
     ]
-    assert hosts.section([]) == ""
+    assert hosts_section.section([]) == ""

@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 import pytest
 
-from advisor.bench import checks
 from advisor.ops import catalog, sources
 from advisor.resources import kernels_dir
+from benchmark_pages import checks
 
 FOLDER = kernels_dir().parent / "docs" / "benchmarks"
 POOLING, UPSAMPLE = catalog.get("pooling"), catalog.get("upsample")

@@ -6,9 +6,9 @@ import datetime
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from advisor.bench.gaps import Row
 from advisor.ops import catalog, sources
 from advisor.ops.family import Family
+from benchmark_pages.gaps import Row
 
 FILE = "sanitizer.json"  # in the machine's folder of docs/benchmarks
 TOOLS = {

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from advisor.bench import inferred, page
 from advisor.ops import catalog
+from benchmark_pages import inferred, page
 
 
 def row(name: str, *shape: int) -> dict[str, object]:

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from advisor.bench import plots
+from benchmark_pages import plots
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAMES = {"advisor": "ours & mine", "eager": "theirs", "compile": "compiled"}

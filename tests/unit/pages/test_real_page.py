@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from advisor.bench import real_page
 from advisor.bench.real import RealRow
+from benchmark_pages import real_page
 
 FAST = RealRow(
     name="raft", proved=True, first_proof_s=62.4, plain_ms=160.0, advisor_ms=80.0, speedup=2.0, speedup_low=1.9, speedup_high=2.1,

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from advisor.bench import gaps, goals, page, units
+from advisor.bench import goals, units
 from advisor.ops import catalog
 from advisor.ops.family import Case
+from benchmark_pages import gaps, page
 
 BUSY = {"memory": 0.5, "l1": 0.6, "issue": 0.4, "sms": 1.0, "warps": 0.48}
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from advisor.bench.gaps import Measured
 from advisor.core.units import bytes_text, shape_text
 from advisor.ops import storage
 from advisor.ops.family import Family
+from benchmark_pages.gaps import Measured
 
 _TEXT = """## Dispatched without a row of their own
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from advisor.bench.gaps import Measured, Row
 from advisor.core.units import shape_text
 from advisor.ops.family import Case, Family
 from advisor.ops.moments_cases import APART
+from benchmark_pages.gaps import Measured, Row
 
 MOST_HOST_US = 10.0  # the goal: ours less eager's
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
-from advisor.bench import models, op_rows, page
+from advisor.bench import models, op_rows
 from advisor.ops import sources
 from advisor.resources import kernels_dir
+from benchmark_pages import page
 
 FOLDER = kernels_dir().parent / "docs" / "benchmarks"
 MACHINE = f"some-gpu/{page.PAGE}"
@@ -18,7 +20,7 @@ MACHINE = f"some-gpu/{page.PAGE}"
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
 def test_the_page_and_its_plots_are_up_to_date() -> None:
-    """`python -m advisor.bench.page`"""
+    """`python tools/benchmark_pages`"""
     made = page.files(FOLDER)
     assert {name: (FOLDER / name).read_text(encoding="utf-8") for name in made} == made
     assert {path.relative_to(FOLDER).as_posix() for path in FOLDER.rglob("*.svg")} == {
@@ -28,6 +30,19 @@ def test_the_page_and_its_plots_are_up_to_date() -> None:
         folder, _, file = name.rpartition("/")
         if folder:
             assert f"]({file})" in made[f"{folder}/{page.PAGE}"] or f"]({name})" in made[page.PAGE], name
+
+
+@pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
+def test_what_is_stale_or_gone_is_written_anew(tmp_path: Path) -> None:
+    readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
+    copied = shutil.copytree(FOLDER, tmp_path / "docs" / "benchmarks")
+    (tmp_path / "README.md").write_text(readme.replace("| resnet50_b256 | ", "| resnet50_b256 | 1"), encoding="utf-8")
+    (copied / page.PAGE).write_text("stale", encoding="utf-8")
+    (copied / page.SHOWN / "trainings.svg").unlink()
+    page.write(tmp_path)
+    assert (tmp_path / "README.md").read_text(encoding="utf-8") == readme
+    for name in (page.PAGE, f"{page.SHOWN}/trainings.svg"):
+        assert (copied / name).read_bytes() == (FOLDER / name).read_bytes(), name
 
 
 # docs/benchmarks of the issue: what each row of either file says, whatever else it says.
@@ -48,7 +63,7 @@ def test_rows_on_file_are_what_the_benchmarks_write(kind: str, row_type: type) -
 
 @pytest.mark.skipif(not FOLDER.is_dir(), reason="no checkout: the results are not part of the distribution")
 def test_the_readme_shows_the_trainings_on_file() -> None:
-    """`python -m advisor.bench.page`"""
+    """`python tools/benchmark_pages`"""
     document = json.loads((FOLDER / page.SHOWN / "models.json").read_text(encoding="utf-8"))
     readme = (FOLDER.parents[1] / "README.md").read_text(encoding="utf-8")
     assert page.trainings(document) in readme

@@ -1,4 +1,4 @@
-"""docs/benchmarks, its pages and plots, and the README's table, made of the results on file: `python -m advisor.bench.page`."""
+"""docs/benchmarks, its pages and plots, and the README's table, made of the results on file: `python tools/benchmark_pages`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import beside_eager, checks, gaps, hosts, inferred, models, plots, real_page
-from advisor.bench.gaps import Measured, Row
+from advisor.bench import dispatch_rows, hosts, models
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
 from advisor.core.units import shape_text
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
-from advisor.resources import kernels_dir
+from benchmark_pages import beside_eager, checks, gaps, hosts_section, inferred, plots, real_page
+from benchmark_pages.gaps import Measured, Row
 
 BAR = 10  # characters for a kernel at its limit
 
 _HEAD = """# Benchmarks
 
-`python -m advisor.bench.page` makes these pages from the JSON files in the folders here. `advisor bench ops`,
+`python tools/benchmark_pages` makes these pages from the JSON files in the folders here. `advisor bench ops`,
 `advisor bench models` and `advisor bench hosts` make the JSON on the machine that names the folder. Wins and losses are
 shown alike.
 
@@ -54,8 +54,6 @@ How a number is gathered in a training: [measurement](../measurement.md).
 
 
 PAGE = "README.md"
-# What a case may take beyond what it replaces on one of several GPUs, where it wins on another: a run's noise.
-TIE = 0.01
 _CONTENDERS = {"advisor": "advisor", "eager": "eager PyTorch", "compile": "torch.compile"}
 _TRAINERS = {"advisor": "apply --auto", "eager": "tuned by hand", "compile": "and compiled"}
 
@@ -77,7 +75,7 @@ def files(folder: Path) -> dict[str, str]:
             made |= {f"{machine.name}/{name}": text for name, text in parts.items()}
             lines.append(_line(machine.name, ops, models))
             every += ops.get("rows", [])
-    head = _HEAD.format(machines="\n".join(lines) + "\n", tie=f"{TIE:.0%}")
+    head = _HEAD.format(machines="\n".join(lines) + "\n", tie=f"{dispatch_rows.TIE:.0%}")
     return {PAGE: f"{head}\n{inferred.section(_families(every))}".rstrip() + "\n", **made}
 
 
@@ -104,7 +102,7 @@ def _machine(folder: Path, ops: Row, models: Row, real: Row) -> dict[str, str]:
     if ops:
         families = _families(ops["rows"])
         checked = _document(folder / checks.FILE).get("rows", ())
-        small = hosts.section(_document(folder / hosts.FILE).get("rows", ()))
+        small = hosts_section.section(_document(folder / hosts.FILE).get("rows", ()))
         parts += [_facts(ops, families), _summary(families), gaps.section(families), beside_eager.section(families)]
         parts += [*([small] if small else []), checks.section(checked)]
         for family, cases in families:
@@ -335,8 +333,9 @@ def _speedup(row: Row) -> str:
 
 SHOWN = "nvidia-h200"  # the machine of the README's table
 
-if __name__ == "__main__":
-    root = kernels_dir().parent
+
+def write(root: Path) -> None:
+    """Make the pages, plots and the README's table of the checkout at `root` anew."""
     folder, readme = root / "docs" / "benchmarks", root / "README.md"
     for name, content in files(folder).items():
         storage.write_text(folder / name, content)

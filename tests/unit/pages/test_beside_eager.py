@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.bench import beside_eager, page
 from advisor.ops.moments_cases import APART
+from benchmark_pages import beside_eager, page
 
 
 def rows(**second: object) -> list[dict[str, object]]:
