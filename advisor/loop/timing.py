@@ -78,6 +78,7 @@ def _waited_us(draw: Draw) -> float:
     (first, began_ns), (last, ended_ns) = draw.before, draw.after
     if first is None or last is None:
         return (ended_ns - began_ns) / 1e3
+    last.synchronize()  # a loader that is drawn from on a stream of its own is not behind the boundary's event
     return float(first.elapsed_time(last)) * 1e3
 
 

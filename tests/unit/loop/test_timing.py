@@ -100,3 +100,17 @@ def test_a_batch_that_comes_while_the_device_is_busy_is_no_wait_of_the_device() 
     boundaries[1].draws = (draw(0.0, 8.0, (FakeEvent(8.0), FakeEvent(8.0))),)
     boundaries[2].draws = (draw(10.0, 18.0, (FakeEvent(12.0), FakeEvent(18.0))),)
     assert step_times(boundaries).device_us == (10_000.0, 4_000.0)
+
+
+class OnAnotherStream(FakeEvent):
+    """Not behind the boundary's event: torch raises where nobody has waited for it."""
+
+    def elapsed_time(self, other: FakeEvent) -> float:
+        assert other.waited, "Both events must be completed before calculating elapsed time."
+        return super().elapsed_time(other)
+
+
+def test_a_draw_on_a_stream_of_its_own_is_waited_for() -> None:
+    events = OnAnotherStream(100), OnAnotherStream(104)
+    last = StepEvent(index=1, host_ns=0, event=FakeEvent(110), clean=True, draws=(draw(100, 101, events),))
+    assert step_times([boundary(0, 100, event=FakeEvent(100)), last]).waited_us == (4_000.0,)
