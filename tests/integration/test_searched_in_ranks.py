@@ -37,7 +37,7 @@ def main(number, ranks, **options):
     torch.distributed.init_process_group("gloo", **options)
     torch.manual_seed(0)
     data = TensorDataset(torch.randn(1200, 3, 4, 4), torch.randint(0, 4, (1200,)))
-    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data))
+    loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data), num_workers=1)
     net = DistributedDataParallel(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(16, 4)))
     optimizer = torch.optim.SGD(net.parameters(), 0.01)
     step = 0
