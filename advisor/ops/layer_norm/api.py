@@ -7,16 +7,13 @@ Two entries over the same kernels: `layer_norm`, a plain function for eager code
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, dense, misplaced
-from advisor.ops.function import Function
 from advisor.ops.layer_norm import cuda, reference, spec
-
-engaged, fell_back = dispatch.counters("layer_norm")
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 
 
 def _format(dim: int) -> torch.memory_format:
@@ -29,7 +26,12 @@ def _name(dtype: torch.dtype, result: torch.dtype) -> str:
 
 
 def _refusal(
-    x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, dim: int, dtype: torch.dtype
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    _eps: float,
+    dim: int,
+    dtype: torch.dtype,
 ) -> str:
     """Why PyTorch's own operation runs; empty when the kernels do."""
     reason = nvrtc.on_device(x) or misplaced(x, weight, bias)
@@ -66,46 +68,37 @@ def _standing(
     return unsupported, spec.wins(channels=channels, **types)
 
 
-def _differentiable(
-    dy: torch.Tensor,
+def _forward(
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     dim: int,
-) -> tuple[torch.Tensor | None, ...]:
-    """dx, dweight, dbias through PyTorch's own operations: these can be differentiated again."""
-    return differentiable.gradients(
-        lambda x, weight, bias: reference.layer_norm(x, weight, bias, eps, dim, dy.dtype), dy, (x, weight, bias)
-    )
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    return cuda.forward(x, weight, bias, eps, dim, dtype)
 
 
-class _LayerNorm(Function):
-    replays = True
+def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, weight, bias, eps, dim, _ = arguments
+    dx, dweight, dbias = cuda.backward(dense(dy, _format(dim)), x, weight, eps, dim)
+    return dx, None if weight is None else dweight, None if bias is None else dbias
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        eps: float,
-        dim: int,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        Function.keep(ctx, x, weight, bias)
-        ctx.eps, ctx.dim = eps, dim
-        return cuda.forward(x, weight, bias, eps, dim, dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        x, weight, bias = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            return (*_differentiable(dy, x, weight, bias, ctx.eps, ctx.dim), None, None, None)
-        dy = dense(dy, _format(ctx.dim))
-        dx, dweight, dbias = cuda.backward(dy, x, weight, ctx.eps, ctx.dim)
-        return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None
+_LAYER_NORM = Operation(
+    name="layer_norm",
+    forward=_forward,
+    backward=_backward,
+    pytorch=reference.layer_norm,
+    refusal=_refusal,
+    label=lambda x, weight, bias, eps, dim, dtype: _name(x.dtype, dtype),
+    readable=lambda x, weight, bias, eps, dim, dtype: (
+        *(dense(x, _format(dim)), aligned(weight), aligned(bias), eps, dim, dtype),
+    ),
+    fake=lambda x, weight, bias, eps, dim, dtype: torch.empty_like(x, dtype=dtype, memory_format=_format(dim)),
+    layout=lambda x, weight, bias, eps, dim, dtype: _format(dim),
+)
+layer_norm_op = _LAYER_NORM.compiled
 
 
 def layer_norm(
@@ -127,87 +120,4 @@ def layer_norm(
     Returns:
         A new tensor of x's shape and layout.
     """
-    result_dtype = dtype or x.dtype
-    reason = _refusal(x, weight, bias, dim, result_dtype)
-    if reason:
-        fell_back[reason] += 1
-        return reference.layer_norm(x, weight, bias, eps, dim, result_dtype)
-    engaged[_name(x.dtype, result_dtype)] += 1
-    result: torch.Tensor = _LayerNorm.apply(x, weight, bias, eps, dim, result_dtype)
-    return result
-
-
-@torch.library.custom_op("advisor::layer_norm", mutates_args=())
-def layer_norm_op(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """As `layer_norm`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only."""
-    x = dense(x, _format(dim))
-    weight, bias = aligned(weight), aligned(bias)
-    engaged[_name(x.dtype, dtype)] += 1
-    return cuda.forward(x, weight, bias, eps, dim, dtype)
-
-
-@layer_norm_op.register_fake
-def _(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return torch.empty_like(x, dtype=dtype, memory_format=_format(dim))
-
-
-@torch.library.custom_op("advisor::layer_norm_backward", mutates_args=())
-def layer_norm_backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dim: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::layer_norm`: dx, dweight, dbias (empty where there is no such parameter)."""
-    dy = dense(dy, _format(dim))
-    x = dense(x, _format(dim))
-    dx, dweight, dbias = cuda.backward(dy, x, aligned(weight), eps, dim)
-    return (
-        dx,
-        x.new_empty(0) if weight is None else dweight,
-        x.new_empty(0) if bias is None else dbias,
-    )
-
-
-@layer_norm_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dim: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dweight, dbias = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (weight, bias))
-    return torch.empty_like(x, memory_format=_format(dim)), dweight, dbias
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    x, weight, bias, eps, dim, _ = inputs
-    ctx.save_for_backward(x, weight, bias)
-    ctx.eps, ctx.dim = eps, dim
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    x, weight, bias = ctx.saved_tensors
-    dx, dweight, dbias = layer_norm_backward_op(dy, x, weight, bias, ctx.eps, ctx.dim)
-    return dx, None if weight is None else dweight, None if bias is None else dbias, None, None, None
-
-
-layer_norm_op.register_autograd(_op_backward, setup_context=_setup)
+    return _LAYER_NORM(x, weight, bias, eps, dim, dtype or x.dtype)

@@ -7,16 +7,13 @@ Two entries over the same kernels: `squeeze_excite`, a plain function for eager 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, misplaced, nhwc
-from advisor.ops.function import Function
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 from advisor.ops.squeeze_excite import cuda, reference, spec
-
-engaged, fell_back = dispatch.counters("squeeze_excite")
 
 
 def _refusal(
@@ -65,8 +62,7 @@ def _standing(
     return unsupported, wins
 
 
-def _differentiable(
-    dy: torch.Tensor,
+def _forward(
     x: torch.Tensor,
     w1: torch.Tensor,
     b1: torch.Tensor | None,
@@ -74,43 +70,32 @@ def _differentiable(
     b2: torch.Tensor | None,
     activation: str,
     gate: str,
-) -> tuple[torch.Tensor | None, ...]:
-    """dx and the parameters' gradients through PyTorch's own operations: these can be differentiated again."""
-    return differentiable.gradients(
-        lambda x, w1, b1, w2, b2: reference.squeeze_excite(x, w1, b1, w2, b2, activation, gate),
-        dy,
-        (x, w1, b1, w2, b2),
-    )
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, channels_last, and what the backward needs (see cuda.forward)."""
+    return cuda.forward(x, w1, b1, w2, b2, activation, gate)
 
 
-class _SqueezeExcite(Function):
-    replays = True
+def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, w1, b1, w2, b2, activation, gate = arguments
+    dx, dw1, db1, dw2, db2 = cuda.backward(nhwc(dy), x, saved[0], w1, w2, activation, gate)
+    return dx, dw1, None if b1 is None else db1, dw2, None if b2 is None else db2
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        w1: torch.Tensor,
-        b1: torch.Tensor | None,
-        w2: torch.Tensor,
-        b2: torch.Tensor | None,
-        activation: str,
-        gate: str,
-    ) -> torch.Tensor:
-        y, saved = cuda.forward(x, w1, b1, w2, b2, activation, gate)
-        Function.keep(ctx, x, w1, b1, w2, b2, saved)
-        ctx.activation, ctx.gate = activation, gate
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        x, w1, b1, w2, b2, saved = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            return (*_differentiable(dy, x, w1, b1, w2, b2, ctx.activation, ctx.gate), None, None)
-        dy = nhwc(dy)
-        dx, dw1, db1, dw2, db2 = cuda.backward(dy, x, saved, w1, w2, ctx.activation, ctx.gate)
-        return dx, dw1, None if b1 is None else db1, dw2, None if b2 is None else db2, None, None
+_SQUEEZE_EXCITE = Operation(
+    name="squeeze_excite",
+    forward=_forward,
+    backward=_backward,
+    pytorch=reference.squeeze_excite,
+    refusal=_refusal,
+    label=lambda x, w1, b1, w2, b2, activation, gate: spec.name(activation, gate),
+    readable=lambda x, w1, b1, w2, b2, *others: (nhwc(x), aligned(w1), aligned(b1), aligned(w2), aligned(b2), *others),
+    fake=lambda x, w1, b1, w2, b2, activation, gate: (
+        torch.empty_like(x, memory_format=torch.channels_last),
+        x.new_empty(x.shape[0] * (2 * x.shape[1] + w1.shape[0]), dtype=torch.float32),
+    ),
+    layout=lambda *_: torch.channels_last,
+)
+squeeze_excite_op = _SQUEEZE_EXCITE.compiled
 
 
 def squeeze_excite(
@@ -133,103 +118,4 @@ def squeeze_excite(
     Returns:
         A new tensor like x.
     """
-    reason = _refusal(x, w1, b1, w2, b2, activation, gate)
-    if reason:
-        fell_back[reason] += 1
-        return reference.squeeze_excite(x, w1, b1, w2, b2, activation, gate)
-    engaged[spec.name(activation, gate)] += 1
-    result: torch.Tensor = _SqueezeExcite.apply(x, w1, b1, w2, b2, activation, gate)
-    return result
-
-
-@torch.library.custom_op("advisor::squeeze_excite", mutates_args=())
-def squeeze_excite_op(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `squeeze_excite`, for compiled graphs, where `spec.unsupported` has nothing against it. CUDA only.
-
-    Returns y, channels_last, and what the backward needs (see cuda.forward).
-    """
-    x = nhwc(x)
-    engaged[spec.name(activation, gate)] += 1
-    return cuda.forward(x, aligned(w1), aligned(b1), aligned(w2), aligned(b2), activation, gate)
-
-
-@squeeze_excite_op.register_fake
-def _(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last),
-        x.new_empty(x.shape[0] * (2 * x.shape[1] + w1.shape[0]), dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("advisor::squeeze_excite_backward", mutates_args=())
-def squeeze_excite_backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::squeeze_excite`: of x, w1, b1, w2, b2 (empty where there is no such bias)."""
-    dy = nhwc(dy)
-    x = nhwc(x)
-    dx, dw1, db1, dw2, db2 = cuda.backward(dy, x, saved, aligned(w1), aligned(w2), activation, gate)
-    return (
-        dx,
-        dw1,
-        x.new_empty(0) if b1 is None else db1,
-        dw2,
-        x.new_empty(0) if b2 is None else db2,
-    )
-
-
-@squeeze_excite_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dw1, db1, dw2, db2 = (x.new_empty(0) if t is None else torch.empty_like(t) for t in (w1, b1, w2, b2))
-    return torch.empty_like(x, memory_format=torch.channels_last), dw1, db1, dw2, db2
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, w1, b1, w2, b2, activation, gate = inputs
-    _, saved = output
-    ctx.save_for_backward(x, w1, b1, w2, b2, saved)
-    ctx.mark_non_differentiable(saved)
-    ctx.activation, ctx.gate = activation, gate
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor, _saved: Any) -> tuple[Any, ...]:
-    x, w1, b1, w2, b2, saved = ctx.saved_tensors
-    dx, dw1, db1, dw2, db2 = squeeze_excite_backward_op(dy, x, saved, w1, b1, w2, b2, ctx.activation, ctx.gate)
-    return dx, dw1, None if b1 is None else db1, dw2, None if b2 is None else db2, None, None
-
-
-squeeze_excite_op.register_autograd(_op_backward, setup_context=_setup)
+    return _SQUEEZE_EXCITE(x, w1, b1, w2, b2, activation, gate)
