@@ -43,7 +43,7 @@ class Allocations:
 
 
 @dataclass(frozen=True, slots=True)
-class _Level:
+class MemoryLevel:
     """Bytes that a GPU's allocator had handed out at both ends of the window, after its first step, and the most between."""
 
     first: int
@@ -52,7 +52,9 @@ class _Level:
 
 
 @dataclass(frozen=True, slots=True)
-class _Event:
+class BlockEvent:
+    """A block of memory that was handed out, or freed."""
+
     at: int
     pointer: int
     nbytes: int  # negative: freed
@@ -76,14 +78,14 @@ def watch(live: LiveStep) -> Allocations | None:
     if not events or len(marks) != STEPS + 2:
         return None
     if not on_gpu:
-        events = _own(events)
+        events = own_blocks(events)
         before = _state_bytes(live, {event.pointer for event in events})
-    return _account(events, marks, before, level)
+    return account(events, marks, before, level)
 
 
 def _recorded(
     live: LiveStep, profile: Any, annotator: Annotator, gpu: torch.device | None
-) -> tuple[Any, _Level | None]:
+) -> tuple[Any, MemoryLevel | None]:
     """The profiler's results over the window's steps, and the level of the GPU's memory."""
     first = end = peak = 0
     with quiet_kineto():
@@ -108,10 +110,10 @@ def _recorded(
         with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
             autograd_profiler._run_on_profiler_stop()
         results = _disable_profiler()
-    return results, _Level(first, end, peak) if gpu is not None else None
+    return results, MemoryLevel(first, end, peak) if gpu is not None else None
 
 
-def _own(events: list[_Event]) -> list[_Event]:
+def own_blocks(events: list[BlockEvent]) -> list[BlockEvent]:
     """The events of blocks that were allocated inside the window.
 
     On a CPU torch knows a block's size only if it was allocated while a profiler recorded memory. A block from before whose
@@ -143,14 +145,14 @@ def _only_new_garbage() -> Iterator[None]:
             gc.unfreeze()
 
 
-def _read(results: Any, device: str) -> tuple[list[_Event], list[int]]:
-    events: list[_Event] = []
+def _read(results: Any, device: str) -> tuple[list[BlockEvent], list[int]]:
+    events: list[BlockEvent] = []
     marks: list[int] = []
     for node, source, what in _walk(results.experimental_event_tree()):
         fields = node.extra_fields
         if type(fields).__name__.endswith("Allocation"):
             if fields.device.type == device:
-                events.append(_Event(node.start_time_ns, fields.ptr, fields.alloc_size, source, what))
+                events.append(BlockEvent(node.start_time_ns, fields.ptr, fields.alloc_size, source, what))
         elif node.name.startswith(STEP):
             marks.append(node.start_time_ns)
     events.sort(key=lambda event: event.at)
@@ -171,16 +173,16 @@ def _walk(roots: Iterable[Any]) -> Iterator[tuple[Any, str, str]]:
         stack.extend((child, source, what) for child in node.children)
 
 
-def _account(events: list[_Event], marks: list[int], before: int, level: _Level | None = None) -> Allocations:
+def account(events: list[BlockEvent], marks: list[int], before: int, level: MemoryLevel | None = None) -> Allocations:
     """Args:
     marks: when each step began, and when the last one was over.
     before: bytes that were allocated when the window began.
     level: what the allocator says, on a GPU; else the events say it.
     """
     first, last, end = marks[1], marks[STEPS], marks[STEPS + 1]
-    alive: dict[int, _Event] = {}
+    alive: dict[int, BlockEvent] = {}
     held, growth, requests, peak = before, 0, 0, 0
-    at_peak: list[_Event] = []
+    at_peak: list[BlockEvent] = []
     for event in events:
         if event.at >= end:
             break
@@ -210,7 +212,7 @@ def _account(events: list[_Event], marks: list[int], before: int, level: _Level 
     )
 
 
-def _by_line(events: Iterable[_Event], steps: int) -> tuple[Held, ...]:
+def _by_line(events: Iterable[BlockEvent], steps: int) -> tuple[Held, ...]:
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for event in events:
         sums[event.source, event.what] += event.nbytes / steps

@@ -34,7 +34,7 @@ from advisor.transforms.patch import all_or_nothing, replace_attribute, script_f
 from advisor.transforms.scalar_flow import Flow, analyse
 from advisor.transforms.source import Resolve, called, of_frame, own, own_nodes, scope_of
 
-_counts = {"deferred": 0, "waited": 0}  # calls, and waits until transforms/deferred.py had begun to count them
+counts = {"deferred": 0, "waited": 0}  # calls, and waits until transforms/deferred.py had begun to count them
 _lines: set[str] = set()  # "file:line" of what is deferred now
 
 
@@ -58,7 +58,7 @@ class DeferSync(Transform):
         lazy = {(plan.code, line) for plan in plans for line in plan.lazy}
         device_type = training.device.type
         plain_item, nowhere = torch.Tensor.item, frozenset[tuple[CodeType, int]]()
-        _counts.update(deferred=0, waited=deferred.waits())
+        counts.update(deferred=0, waited=deferred.waits())
 
         @functools.wraps(plain_item)
         def item(self: torch.Tensor) -> Any:
@@ -74,7 +74,7 @@ class DeferSync(Transform):
                     ):  # no pinned memory left, or a stream capture: the plain call says what is wrong
                         number = None
                     if number is not None:
-                        _counts["deferred"] += 1
+                        counts["deferred"] += 1
                         return number
             return plain_item(self)
 
@@ -97,7 +97,7 @@ class DeferSync(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        count, waited = _counts["deferred"], deferred.waits() - _counts["waited"]
+        count, waited = counts["deferred"], deferred.waits() - counts["waited"]
         if count == 0:
             return Check(passed=False, detail="no .item() call was deferred")
         numbers = {"deferred": float(count), "waited": float(waited)}

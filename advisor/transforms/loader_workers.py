@@ -46,7 +46,7 @@ class LoaderWorkers(Transform):
     id = "loader_workers"
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        wanted = _wanted(parameters)
+        wanted = workers_wanted(parameters)
         sites, unmatched, notes = [], [], []
         for index, loader in enumerate(training.loaders):
             name = f"{type(loader.dataset).__name__}, loader {index + 1}"
@@ -66,7 +66,7 @@ class LoaderWorkers(Transform):
         Parameters: `workers` (default: cores this process may use less one, at most 8), `prefetch_factor`, `persistent`
         ("true" keeps workers over epochs, for datasets that do not change).
         """
-        wanted = _wanted(parameters)
+        wanted = workers_wanted(parameters)
         plain = DataLoader.__iter__
         # Loader → its own settings: weakly, for a script may make one an epoch, each with its data set and workers.
         raised: WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = WeakKeyDictionary()
@@ -113,7 +113,8 @@ class LoaderWorkers(Transform):
         return Check(passed=None if not workers else False, detail="no loader has been given workers yet")
 
 
-def _wanted(parameters: Mapping[str, str]) -> int:
+def workers_wanted(parameters: Mapping[str, str]) -> int:
+    """As many as the change names; else this rank's share of the cores it may use, less one for the loop."""
     if "workers" in parameters:
         return int(parameters["workers"])
     cores = len(Bound.cores()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -36,7 +36,7 @@ from advisor.transforms.patch import all_or_nothing, replace_attribute, tensors_
 _SAMPLERS = (RandomSampler, SequentialSampler, DistributedSampler)
 # Below this many bytes, pinning takes less than handing over to a thread.
 _WORTH_A_THREAD = 1 << 20
-_counts = {"ahead": 0, "on demand": 0}
+counts = {"ahead": 0, "on demand": 0}
 
 # Loader → why it cannot be looked ahead in, "" when it can: asking reads items of its dataset.
 _refusals: WeakKeyDictionary[DataLoader[Any], str] = WeakKeyDictionary()
@@ -64,7 +64,7 @@ class DevicePrefetch(Transform):
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         loaders = [loader for loader in training.loaders if not self._cached_why_not(loader)]
-        _counts.update({"ahead": 0, "on demand": 0})
+        counts.update({"ahead": 0, "on demand": 0})
         device = training.device
         if device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -101,7 +101,7 @@ class DevicePrefetch(Transform):
         return _refusals[loader]
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        hits, misses = _counts["ahead"], _counts["on demand"]
+        hits, misses = counts["ahead"], counts["on demand"]
         numbers = {"ahead": float(hits), "on_demand": float(misses)}
         if hits == 0:
             return Check(passed=False, detail="no batch tensor was moved to the GPU unchanged", numbers=numbers)
@@ -250,14 +250,14 @@ class _Ahead:
             return None
         copy = self.current.pop(id(tensor), None)
         if copy is None or copy.tensor() is not tensor or copy.state != _state(tensor) or tensor.requires_grad:
-            _counts["on demand"] += 1
+            counts["on demand"] += 1
             return None
         try:
             ready = copy.finish()
         except RuntimeError as error:  # of the thread that copies
             self._no_more(error)
             return None
-        _counts["ahead"] += 1
+        counts["ahead"] += 1
         return ready
 
     def replacing_to(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -76,12 +76,14 @@ def files(folder: Path) -> dict[str, str]:
             lines.append(_line(machine.name, ops, models))
             every += ops.get("rows", [])
     head = _HEAD.format(machines="\n".join(lines) + "\n", tie=f"{dispatch_rows.TIE:.0%}")
-    return {PAGE: f"{head}\n{inferred.section(_families(every))}".rstrip() + "\n", **made}
+    return {PAGE: f"{head}\n{inferred.section(measured_families(every))}".rstrip() + "\n", **made}
 
 
 def _line(name: str, ops: Row, models: Row) -> str:
     gpu, trainings = (ops or models)["gpu"], len(models.get("rows", ()))
-    measured = [rows for _, cases in _families(ops.get("rows", ())) for case, rows in cases if rows and not case.wins()]
+    measured = [
+        rows for _, cases in measured_families(ops.get("rows", ())) for case, rows in cases if rows and not case.wins()
+    ]
     ratios = [sum(r["eager_ms"] for r in rows) / sum(r["advisor_ms"] for r in rows) for rows in measured]
     return (
         f"| [{gpu}]({name}/{PAGE}) | {trainings} | {len(ops.get('rows', ()))} | {len(ratios)} | {sum(r > 1 for r in ratios)} "
@@ -100,7 +102,7 @@ def _machine(folder: Path, ops: Row, models: Row, real: Row) -> dict[str, str]:
         drawn[name] = _models_plot(models["rows"])
         parts.append(_models(models, f"![Speed of whole trainings, as written = 1]({name})"))
     if ops:
-        families = _families(ops["rows"])
+        families = measured_families(ops["rows"])
         checked = _document(folder / checks.FILE).get("rows", ())
         small = hosts_section.section(_document(folder / hosts.FILE).get("rows", ()))
         parts += [_facts(ops, families), _summary(families), gaps.section(families), beside_eager.section(families)]
@@ -155,7 +157,7 @@ def _compiled(families: Sequence[tuple[Family, Measured]], rows: Sequence[Row]) 
     )
 
 
-def _families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
+def measured_families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
     """Families that were measured, with the rows of each of their cases."""
     by_case: dict[tuple[str, tuple[int, ...], str], list[Row]] = {}
     for row in rows:

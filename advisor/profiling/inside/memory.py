@@ -48,14 +48,14 @@ class MemoryProbe:
                     patches.replace(torch._C, name, self._emptied.counting(plain))
             gc.callbacks.append(self._collecting)
             patches.undo(self._let_go)
-        self._start = self._read()
+        self._start = self.statistics()
         self._anew = (0, self._start, self._emptied.copy(), self._collected.copy())
         self._series = self._new_series()
         self.note(0)
 
     def note(self, steps: int, *, held_bytes: float = 0.0) -> None:
         """A reading behind the first `steps` steps, for what grows; `held_bytes` of the device's are the caller's own."""
-        device = self._read()
+        device = self.statistics()
         if device:
             self._series["device"].add(steps, device.get("allocated_bytes.all.current", 0) - held_bytes)
         beside = growth.beside_the_heap_bytes()
@@ -67,13 +67,13 @@ class MemoryProbe:
 
     def begin_anew(self, steps: int) -> None:
         """What came before, `steps` steps since the construction, held something else too: an evaluation takes memory of its own."""
-        self._anew = (steps, self._read(), self._emptied.copy(), self._collected.copy())
+        self._anew = (steps, self.statistics(), self._emptied.copy(), self._collected.copy())
         self._series = self._new_series()
         self.note(steps)
 
     def stats(self, steps: int, *, held_bytes: float = 0.0) -> MemoryStats:
         """What `steps` steps since the construction have done; per-step values are 0 when `steps` is."""
-        end, (before, start, emptied, collected) = self._read(), self._anew
+        end, (before, start, emptied, collected) = self.statistics(), self._anew
         if steps - before < LEAST_STEPS:
             before, start, emptied, collected = 0, self._start, Calls(), Calls()
         count = max(steps - before, 1)
@@ -149,7 +149,7 @@ class MemoryProbe:
         if self._collecting in gc.callbacks:
             gc.callbacks.remove(self._collecting)
 
-    def _read(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, int]:
         if self._device.type != "cuda" or not torch.cuda.is_initialized():
             return {}
         return dict(torch.cuda.memory_stats(self._device))

@@ -101,7 +101,7 @@ def host_facts() -> Environment:
         core_count=hostload.core_count(),
         host_memory_bytes=hostload.memory_bytes(),
         platform=platform.platform(),
-        torch_compile=_can_compile(),
+        torch_compile=can_compile(),
     )
 
 
@@ -170,7 +170,7 @@ def _measure_cpu(facts: Environment) -> Environment:
     return _with(replace(facts, device="cpu", notes=tuple(notes)), rates.of_cpu())
 
 
-def _can_compile() -> bool:
+def can_compile() -> bool:
     """Whether Inductor finds what it generates code for: Triton on a GPU of Volta or later, and a C++ compiler.
 
     Triton, too, has the compiler build its launchers. Sources: torch.compile's documentation, "Requirements"; torch's

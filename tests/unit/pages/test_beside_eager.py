@@ -17,7 +17,7 @@ def rows(**second: object) -> list[dict[str, object]]:
 
 
 def section(*found: dict[str, object]) -> list[str]:
-    return beside_eager.section(page._families(found)).splitlines()
+    return beside_eager.section(page.measured_families(found)).splitlines()
 
 
 def test_a_line_a_family_and_one_for_all() -> None:

@@ -14,7 +14,7 @@ ROWS = (row("bn+relu", 256, 64, 112, 112), row("bn+relu", 128, 512, 4, 4), row("
 
 
 def test_every_entry_of_a_measured_family_is_shown() -> None:
-    text = inferred.section(page._families(ROWS))
+    text = inferred.section(page.measured_families(ROWS))
     listed = [line for line in text.splitlines() if line.startswith("| batchnorm_act | bn")]
     norms = catalog.get("batchnorm_act")
     assert len(listed) == len(norms.inferred)
@@ -29,6 +29,6 @@ def test_every_entry_of_a_measured_family_is_shown() -> None:
 def test_sizes_are_the_smallest_that_was_measured() -> None:
     kinds = len(catalog.get("batchnorm_act").kinds)
     line = f"| batchnorm_act | nothing | {kinds} | 2 | bn+relu bfloat16 128×512×4×4 | 2.00 MiB |"
-    assert line in inferred.section(page._families(ROWS))
+    assert line in inferred.section(page.measured_families(ROWS))
     lost = [row("bn+relu one launch", 128, 128, 16, 16)]  # of a way that is not taken there
-    assert f"| batchnorm_act | nothing | {kinds} | 0 | – | – |" in inferred.section(page._families(lost))
+    assert f"| batchnorm_act | nothing | {kinds} | 0 | – | – |" in inferred.section(page.measured_families(lost))

@@ -114,7 +114,7 @@ def test_losses_are_shown_and_what_is_missing_is_said(tmp_path: Path) -> None:
 def test_the_summary_ranges_over_large_dispatched_cases_and_counts_what_is_left_to_pytorch() -> None:
     small = row(shape=[128, 64, 32, 32], advisor_ms=0.1, eager_ms=0.2, limit_ms=0.04)
     rows = [row(), row(advisor_ms=0.4, name="bn+add+relu"), row(name="bn", advisor_ms=0.01), small]
-    family, cases = next(found for found in page._families(rows) if found[0].id == "batchnorm_act")
+    family, cases = next(found for found in page.measured_families(rows) if found[0].id == "batchnorm_act")
     cases = [
         (dataclasses.replace(case, wins=lambda lost=case.name == "bn": "loses" if lost else ""), found)
         for case, found in cases

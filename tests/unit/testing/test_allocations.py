@@ -93,24 +93,24 @@ def test_state_from_before_counts_once() -> None:
 
 
 def test_blocks_from_before_the_window_are_passed_over_when_they_are_freed() -> None:
-    def event(pointer: int, nbytes: int) -> allocations._Event:
-        return allocations._Event(0, pointer, nbytes, "", "")
+    def event(pointer: int, nbytes: int) -> allocations.BlockEvent:
+        return allocations.BlockEvent(0, pointer, nbytes, "", "")
 
     stale, new, freed, reused = event(1, -500), event(2, 100), event(2, -100), event(1, 50)
-    assert allocations._own([stale, new, freed, reused, stale, stale]) == [new, freed, reused, stale]
+    assert allocations.own_blocks([stale, new, freed, reused, stale, stale]) == [new, freed, reused, stale]
 
 
 def test_a_block_handed_out_again_was_freed_though_nobody_recorded_it() -> None:
     """torch 2.11 on a GPU does not record what Python frees between operators; the allocator knows the level."""
-    blocks = [allocations._Event(10 * step + 5, 7, MIB, "train.py:3", "aten::relu") for step in range(5)]
+    blocks = [allocations.BlockEvent(10 * step + 5, 7, MIB, "train.py:3", "aten::relu") for step in range(5)]
     marks = [10 * step for step in range(6)]
-    found = allocations._account(blocks, marks, before=MIB)
+    found = allocations.account(blocks, marks, before=MIB)
     assert (found.peak_bytes, found.growth_bytes, found.growing) == (2 * MIB, 0, ())
-    level = allocations._Level(first=3 * MIB, end=3 * MIB, peak=5 * MIB)
-    found = allocations._account(blocks, marks, MIB, level)
+    level = allocations.MemoryLevel(first=3 * MIB, end=3 * MIB, peak=5 * MIB)
+    found = allocations.account(blocks, marks, MIB, level)
     assert (found.peak_bytes, found.growth_bytes, found.growing) == (5 * MIB, 0, ())
-    leak = [allocations._Event(10 * step + 5, 7 + step, MIB, "train.py:3", "aten::relu") for step in range(5)]
-    found = allocations._account(leak, marks, MIB, allocations._Level(first=0, end=4 * MIB, peak=5 * MIB))
+    leak = [allocations.BlockEvent(10 * step + 5, 7 + step, MIB, "train.py:3", "aten::relu") for step in range(5)]
+    found = allocations.account(leak, marks, MIB, allocations.MemoryLevel(first=0, end=4 * MIB, peak=5 * MIB))
     assert found.growth_bytes == MIB
     assert [held.bytes for held in found.growing] == [MIB]
 

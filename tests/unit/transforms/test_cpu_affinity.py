@@ -15,7 +15,7 @@ import torch
 from advisor.loop.training import Training
 from advisor.profiling.machine import cores
 from advisor.transforms import cpu_affinity, registry
-from advisor.transforms.loader_workers import _wanted as workers_wanted
+from advisor.transforms.loader_workers import workers_wanted
 
 ADDRESS = "0000:17:00.0"
 

@@ -367,11 +367,11 @@ def test_only_the_gpu_and_only_with_an_effect(profile) -> None:
 
     loop = make_loop(steps=0)
     assert "host already" in DeferSync().match(loop.training, {}).reason
-    defer_sync._counts["deferred"] = 0
+    defer_sync.counts["deferred"] = 0
     assert DeferSync().effect(loop.training, None, None).passed is False
     waiting = replace(profile(), syncs=(Site(source="a:1", what="item", calls=1, time_us=5),))
     for waited in (0, 3):  # the trace knows of no line that defers: it is left to the count
-        defer_sync._counts.update(deferred=4, waited=deferred.waits() - waited)
+        defer_sync.counts.update(deferred=4, waited=deferred.waits() - waited)
         check = DeferSync().effect(loop.training, waiting, waiting)
         assert check.passed is (waited == 0)
         assert f"{waited} of them waited for" in check.detail
@@ -386,7 +386,7 @@ def test_a_step_that_prints_is_judged_by_the_lines_that_defer(profile, monkeypat
         )
 
     loop = make_loop(steps=0)
-    monkeypatch.setitem(defer_sync._counts, "deferred", 4)
+    monkeypatch.setitem(defer_sync.counts, "deferred", 4)
     monkeypatch.setattr(defer_sync, "_lines", {"deferred"})
     assert DeferSync().effect(loop.training, waits(deferred=1), waits(printed=4)).passed
     assert DeferSync().effect(loop.training, waits(deferred=1, printed=4), waits(deferred=1)).passed is False
@@ -399,8 +399,8 @@ def test_a_trace_without_lines_leaves_it_to_the_count(profile, monkeypatch) -> N
     loop = make_loop(steps=0)
     waiting = replace(profile(), syncs=(Site(source="", what="item", calls=1, time_us=5),))
     for count, passed in ((4, True), (0, False)):
-        monkeypatch.setitem(defer_sync._counts, "deferred", count)
-        monkeypatch.setitem(defer_sync._counts, "waited", deferred.waits())
+        monkeypatch.setitem(defer_sync.counts, "deferred", count)
+        monkeypatch.setitem(defer_sync.counts, "waited", deferred.waits())
         assert DeferSync().effect(loop.training, waiting, waiting).passed is passed
 
 

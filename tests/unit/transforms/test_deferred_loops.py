@@ -79,7 +79,7 @@ def test_meters_with_windows() -> None:
     expected = with_windows(Switch(on=False))
     switch = Switch()
     assert with_windows(switch) == expected
-    count = defer_sync._counts["deferred"]
+    count = defer_sync.counts["deferred"]
     assert count == 10 * 3
     assert not switch.refused()
     switch.undo.run()
@@ -218,7 +218,7 @@ def test_a_norm_of_gradients_is_read_once() -> None:
         waits.append(deferred.waits() - before)
     assert trainer.norms == expected
     assert waits[3:] == [1, 1, 1]
-    assert defer_sync._counts["deferred"] == 3 * 20
+    assert defer_sync.counts["deferred"] == 3 * 20
 
 
 def copies(switch: Switch) -> int:
@@ -261,7 +261,7 @@ def given_on(switch: Switch, steps: int = 8) -> list[float]:
 def test_a_list_of_which_a_mean_is_made() -> None:
     switch, expected = Switch(), kept(Switch(on=False))
     assert kept(switch) == expected
-    assert defer_sync._counts["deferred"] == 6
+    assert defer_sync.counts["deferred"] == 6
     assert DeferSync().effect(switch.loop.training, None, None).numbers["waited"] <= 6
     switch.undo.run()
     switch = Switch()
@@ -312,8 +312,8 @@ def test_what_a_step_returns_is_deferred_where_its_caller_adds_it_up(name: str) 
     found = loop(Stepper(switch))
     assert found == expected
     assert all(type(value) is float for value in found)
-    assert defer_sync._counts["deferred"] >= 7
-    assert defer_sync._counts["deferred"] <= 8
+    assert defer_sync.counts["deferred"] >= 7
+    assert defer_sync.counts["deferred"] <= 8
 
 
 def test_what_a_step_returns_to_a_caller_that_keeps_it_is_read_at_once() -> None:
@@ -354,7 +354,7 @@ def given_away(switch: Switch, steps: int = 5) -> dict[str, float]:
 def test_sums_in_a_dictionary() -> None:
     switch, expected = Switch(), by_name(Switch(on=False))
     assert by_name(switch) == expected
-    assert defer_sync._counts["deferred"] == 14
+    assert defer_sync.counts["deferred"] == 14
     assert (
         DeferSync().effect(switch.loop.training, None, None).numbers["waited"] == 5
     )  # two are shown twice, one at the end

@@ -144,11 +144,11 @@ def test_effect_reads_the_profiles(loop, profile) -> None:
 
 def test_default_workers_leave_a_core_and_share_a_node(monkeypatch) -> None:
     monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: set(range(64)))
-    assert loader_workers._wanted({}) == 8
+    assert loader_workers.workers_wanted({}) == 8
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert loader_workers._wanted({}) == 3
+    assert loader_workers.workers_wanted({}) == 3
     monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: {0})
-    assert loader_workers._wanted({}) == 1
+    assert loader_workers.workers_wanted({}) == 1
 
 
 def test_probe_counts_bytes() -> None:
@@ -349,6 +349,6 @@ def test_items_are_read_once_a_loader_and_with_each_set_of_files(monkeypatch, tm
 @pytest.mark.parametrize("variable", ["LOCAL_WORLD_SIZE", "ADVISOR_GPUS"])
 def test_ranks_of_one_host_share_its_cores(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8), raising=False)
-    assert loader_workers._wanted({}) == 7
+    assert loader_workers.workers_wanted({}) == 7
     monkeypatch.setenv(variable, "4")
-    assert loader_workers._wanted({}) == 1
+    assert loader_workers.workers_wanted({}) == 1

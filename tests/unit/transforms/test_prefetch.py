@@ -75,7 +75,7 @@ def test_an_unchanged_batch_is_there_already_and_only_once(loop) -> None:
     x, y = next(iterator)
     assert x.to(device="meta", dtype=torch.float64).dtype == torch.float64
     assert y.to(torch.float64).device.type == "cpu"
-    assert prefetch._counts["ahead"] == 3
+    assert prefetch.counts["ahead"] == 3
 
 
 def test_a_changed_or_other_tensor_is_copied_as_ever(loop) -> None:
@@ -86,7 +86,7 @@ def test_a_changed_or_other_tensor_is_copied_as_ever(loop) -> None:
     x += 1
     assert not ahead(x.to("meta"))
     assert not ahead(y[:1].to("meta"))
-    assert prefetch._counts == {"ahead": 0, "on demand": 1}
+    assert prefetch.counts == {"ahead": 0, "on demand": 1}
     assert DevicePrefetch().effect(loop.training, None, None).passed is False
 
 
@@ -172,7 +172,7 @@ def test_a_copy_that_fails_in_its_thread_is_made_as_ever(loop, monkeypatch, caps
     x, y = next(iterator)
     assert x.to("meta").shape == y.to("meta").shape == (2,)
     assert [batch[0][0].item() for batch in iterator] == [4.0, 6.0, 8.0]
-    assert prefetch._counts["ahead"] == 0
+    assert prefetch.counts["ahead"] == 0
     assert capsys.readouterr().err.count("no memory") == 1
 
 

@@ -216,11 +216,11 @@ def test_prefetch_sends_the_bytes_ahead(loop, monkeypatch) -> None:
     sent = images.moved["uint8"]
     assert x.to("meta").device.type == "meta"
     assert images.moved["uint8"] == sent
-    assert prefetch._counts == {"ahead": 1, "on demand": 0}
+    assert prefetch.counts == {"ahead": 1, "on demand": 0}
     x, _ = next(iterator)
     x.mul_(2)
     x.to("meta")
-    assert prefetch._counts == {"ahead": 1, "on demand": 1}
+    assert prefetch.counts == {"ahead": 1, "on demand": 1}
 
 
 def test_effect_counts_moves_or_reads_the_copies(loop, profile) -> None:

@@ -133,7 +133,7 @@ def test_resident_pages_are_a_leak_where_something_is_held_in_them(
 
 @pytest.mark.usefixtures("planted")
 def test_device_and_host_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MemoryProbe, "_read", lambda self: {"allocated_bytes.all.current": PLANTED["device"]})
+    monkeypatch.setattr(MemoryProbe, "statistics", lambda self: {"allocated_bytes.all.current": PLANTED["device"]})
     properties = type("P", (), {"total_memory": 80 * 2**30})
     monkeypatch.setattr(memory.torch.cuda, "get_device_properties", lambda device: properties)
     found = series(MemoryProbe(torch.device("cuda")), 0, device=512)

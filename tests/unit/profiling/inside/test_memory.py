@@ -23,7 +23,7 @@ def patches(monkeypatch: pytest.MonkeyPatch) -> Iterator[Patches]:
 
     monkeypatch.setattr(torch._C, "_cuda_emptyCache", give_back, raising=False)
     monkeypatch.setattr(torch._C, "_accelerator_emptyCache", give_back, raising=False)
-    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(STATS))
+    monkeypatch.setattr(MemoryProbe, "statistics", lambda self: dict(STATS))
     monkeypatch.setattr(
         memory.torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 1000})
     )
@@ -50,7 +50,7 @@ def test_emptied_caches_are_counted_per_step_and_passed_on(patches: Patches) -> 
 def test_what_an_evaluation_takes_is_not_a_steps(patches: Patches, monkeypatch: pytest.MonkeyPatch) -> None:
     """158 cudaMallocs of an evaluation on an H200 were told as 7 a step, with the severity of memory taken in every step."""
     stats = dict(STATS)
-    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(stats))
+    monkeypatch.setattr(MemoryProbe, "statistics", lambda self: dict(stats))
     probe = MemoryProbe(torch.device("cuda"), patches)
     stats["num_device_alloc"] += 160
     stats["num_alloc_retries"] = 1
@@ -66,7 +66,7 @@ def test_what_an_evaluation_takes_is_not_a_steps(patches: Patches, monkeypatch: 
 def test_what_the_warm_up_has_asked_for_in_vain_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     # cuDNN's search for algorithms tries workspaces that do not fit.
     stats = {**STATS, "num_alloc_retries": 3}
-    monkeypatch.setattr(MemoryProbe, "_read", lambda self: dict(stats))
+    monkeypatch.setattr(MemoryProbe, "statistics", lambda self: dict(stats))
     monkeypatch.setattr(
         memory.torch.cuda, "get_device_properties", lambda device: type("P", (), {"total_memory": 1000})
     )

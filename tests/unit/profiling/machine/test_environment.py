@@ -52,11 +52,11 @@ def test_a_cpu_is_measured() -> None:
 @pytest.mark.usefixtures("small")
 def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment.shutil, "which", lambda name: "/usr/bin/g++" if name == "g++" else None)
-    assert environment._can_compile()
+    assert environment.can_compile()
     monkeypatch.setattr(environment.shutil, "which", lambda name: "/opt/cc" if name == "/opt/cc" else None)
-    assert not environment._can_compile()
+    assert not environment.can_compile()
     monkeypatch.setenv("CXX", "/opt/cc -m64")
-    assert environment._can_compile()
+    assert environment.can_compile()
 
 
 def test_compiling_for_a_gpu_needs_triton_and_volta(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,12 +64,12 @@ def test_compiling_for_a_gpu_needs_triton_and_volta(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: object())
-    assert environment._can_compile()
+    assert environment.can_compile()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
-    assert not environment._can_compile()
+    assert not environment.can_compile()
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
-    assert not environment._can_compile()
+    assert not environment.can_compile()
 
 
 def answer(found: Environment) -> subprocess.CompletedProcess[str]:
