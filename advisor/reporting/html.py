@@ -154,6 +154,19 @@ def _context(
             if quantity.value is not None
         ],
         "unavailable": _unavailable(profile),
+        "metric_docs": {name: spec.doc for name, spec in BY_NAME.items()},
+        **_of_findings(profile, findings),
+        **_of_trials(trials),
+        "facts": facts(profile),
+        "data": json_script(machine.report_json(profile, findings, trials)["summary"]),
+        "css": Markup(_asset("report.css")),
+        "js": Markup(_asset("report.js") + (_asset("timeline.js") if timeline else "")),
+    }
+
+
+def _of_findings(profile: StepProfile, findings: Findings | None) -> dict[str, Any]:
+    """The sections on what the rules said."""
+    return {
         "findings": findings,
         "cards": wording.cards(findings),
         "tries": functools.partial(wording.next_apply, profile, "advisor"),
@@ -161,7 +174,12 @@ def _context(
         "unevaluated": wording.unevaluated(findings) if findings else [],
         "unknown": [f for f in findings.findings if f.outcome is Outcome.UNKNOWN] if findings else [],
         "counts": wording.counts(findings) if findings else "",
-        "metric_docs": {name: spec.doc for name, spec in BY_NAME.items()},
+    }
+
+
+def _of_trials(trials: TrialLog | None) -> dict[str, Any]:
+    """The sections on what was tried."""
+    return {
         "trials": trials,
         "axis": charts.gain_axis(trials) if trials else None,
         "attempts": _attempts(trials) if trials else [],
@@ -172,10 +190,6 @@ def _context(
         "losses": charts.loss_plot(trials.stack.losses_plain, trials.stack.losses_stack)
         if trials and trials.stack
         else None,
-        "facts": facts(profile),
-        "data": json_script(machine.report_json(profile, findings, trials)["summary"]),
-        "css": Markup(_asset("report.css")),
-        "js": Markup(_asset("report.js") + (_asset("timeline.js") if timeline else "")),
     }
 
 

@@ -47,15 +47,12 @@ def _comparison() -> dict[str, Any]:
     }
 
 
-def schema() -> dict[str, Any]:
-    """JSON schema (draft 2020-12) of a rule file."""
-    condition = {"$ref": "#/$defs/condition"}
-    several = {"type": "array", "items": condition, "minItems": 1}
-    groups = [
-        {"type": "object", "properties": {name: inner}, "required": [name], "additionalProperties": False}
-        for name, inner in (("all", several), ("any", several), ("not", condition))
-    ]
-    properties: dict[str, Any] = {
+_CONDITION = {"$ref": "#/$defs/condition"}
+
+
+def _properties() -> dict[str, Any]:
+    """Of each key of a rule file, what may stand there."""
+    return {
         "schema": {"const": SCHEMA},
         "id": {
             "type": "string",
@@ -68,7 +65,7 @@ def schema() -> dict[str, Any]:
         "status": {"enum": list(STATUSES)},
         "semantics": {"enum": [member.value for member in Semantics]},
         "requires": {"type": "array", "items": _METRIC, "uniqueItems": True},
-        "when": condition,
+        "when": _CONDITION,
         "message": {**_TEXT, "description": "{metric} or {metric:pct|time|bytes|rate|count|times}"},
         "rationale": _TEXT,
         "cause": {
@@ -102,6 +99,16 @@ def schema() -> dict[str, Any]:
         },
         "references": {"type": "array", "items": _TEXT, "uniqueItems": True},
     }
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema (draft 2020-12) of a rule file."""
+    several = {"type": "array", "items": _CONDITION, "minItems": 1}
+    groups = [
+        {"type": "object", "properties": {name: inner}, "required": [name], "additionalProperties": False}
+        for name, inner in (("all", several), ("any", several), ("not", _CONDITION))
+    ]
+    properties = _properties()
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": "advisor rule",
