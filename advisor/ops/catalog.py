@@ -163,6 +163,7 @@ FAMILIES: tuple[Family, ...] = (
         id="few_channels",
         replaces="conv2d and conv3d with fewer than 8 input channels in half precision, and the input's cast",
         transform="few_channels_conv",
+        holds="the input, padded to eight channels",
         modules=("Conv2d", "Conv3d"),
         having=lambda conv: conv.groups == 1 and conv.in_channels < 8,
     ),

@@ -51,7 +51,7 @@ def _case(shape: Sizes, dtype: str, out: int, taps: Sizes, stride: Sizes, paddin
         ours=api.few_channels_conv,
         eager=reference.convolution,
         reference=reference.convolution,
-        wins=partial(spec.wins, dims=len(size), channels=c),
+        wins=partial(spec.wins, dims=len(size), channels=c, compute=dtype),
     )
 
 
