@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from advisor.core.environment import Environment
 from advisor.core.profile import StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.units import percent_text, rate_text, time_text
@@ -145,6 +146,30 @@ def _decades(low: float, high: float) -> list[int]:
     return list(range(math.ceil(math.log10(low) - 1e-9), math.floor(math.log10(high) + 1e-9) + 1))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Scales:
+    """Where a roofline's values lie on the drawing: both scales are logarithmic, FLOP/byte across and TFLOP/s up."""
+
+    left: float = 64.0
+    right: float = 872.0
+    top: float = 14.0
+    bottom: float = 382.0
+    strip: float = 128.0  # right end of the strip for work without an intensity
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def x(self, value: float) -> float:
+        span = math.log10(self.x_high) - math.log10(self.x_low)
+        return self.strip + (self.right - self.strip) * (math.log10(value) - math.log10(self.x_low)) / span
+
+    def y(self, value: float) -> float:
+        span = math.log10(self.y_high) - math.log10(self.y_low)
+        place = (math.log10(max(value, self.y_low)) - math.log10(self.y_low)) / span
+        return self.bottom - (self.bottom - self.top) * min(1.0, place)
+
+
 def roofline(profile: StepProfile) -> Roofline | None:
     """Achieved FLOP/s over FLOP per byte with this machine's measured ceilings; None where no bandwidth was measured.
 
@@ -155,66 +180,54 @@ def roofline(profile: StepProfile) -> Roofline | None:
     points = [p for p in breakdown.roofline_points(profile, ROOFLINE_POINTS) if p.frac >= ROOFLINE_FRAC]
     if env.copy_gbps <= 0 or env.rates_doubt or not points:
         return None
-    width, height, left, right, top, bottom, strip = 900.0, 430.0, 64.0, 872.0, 14.0, 382.0, 128.0
     peak = max([*env.matrix_tflops.values(), *(p.tflops for p in points), env.copy_gbps / 1e3])
     counted = [p.intensity for p in points if p.intensity > 0]
     x_low = 10 ** math.floor(math.log10(max(1e-3, min([*counted, 0.5]))))
     x_high = 10 ** math.ceil(math.log10(max([*counted, 2 * peak / (env.copy_gbps / 1e3)])))
     lowest = min([p.tflops for p in points if p.intensity > 0] + [p.gbps / 1e3 * x_low for p in points])
     y_low, y_high = 10 ** math.floor(math.log10(max(lowest, peak * 1e-5))), peak * 1.6
-
-    def x(value: float) -> float:
-        span = math.log10(x_high) - math.log10(x_low)
-        return strip + (right - strip) * (math.log10(value) - math.log10(x_low)) / span
-
-    def y(value: float) -> float:
-        span = math.log10(y_high) - math.log10(y_low)
-        place = (math.log10(max(value, y_low)) - math.log10(y_low)) / span
-        return bottom - (bottom - top) * min(1.0, place)
-
-    bandwidth = env.copy_gbps / 1e3  # TB/s, so that TB/s × FLOP/byte = TFLOP/s
-    roof = max(env.matrix_tflops.values(), default=0.0) or peak
-    knee = min(roof / bandwidth, x_high)
-    ceilings = [
-        Ceiling(x1=left, y1=y(bandwidth * x_low), x2=strip, y2=y(bandwidth * x_low), text="", slope=True),
-        Ceiling(
-            x1=x(x_low),
-            y1=y(bandwidth * x_low),
-            x2=x(knee),
-            y2=y(bandwidth * knee),
-            text=f"memory {rate_text(env.copy_gbps)}",
-            slope=True,
-        ),
-    ]
-    for dtype, rate in sorted(env.matrix_tflops.items(), key=lambda item: item[1]):
-        if rate > 0:
-            start = min(max(rate / bandwidth, x_low), x_high)
-            ceilings.append(
-                Ceiling(x1=x(start), y1=y(rate), x2=right, y2=y(rate), text=f"{dtype} {rate:.3g} TFLOP/s", slope=False)
-            )
-    dots = []
-    for p in points:
-        value = p.tflops if p.intensity > 0 else p.gbps / 1e3 * x_low
-        flops = f"{p.tflops:.3g} TFLOP/s, " if p.intensity > 0 else ""
-        title = f"{p.label}\n{time_text(p.time_us)} ({percent_text(p.frac)} of the step), {flops}{rate_text(p.gbps)} ({p.provenance.value} bytes)"
-        dots.append(
-            Dot(
-                x=x(max(p.intensity, x_low)) if p.intensity > 0 else (left + strip) / 2,
-                y=y(value),
-                r=3 + 30 * math.sqrt(min(p.frac, 0.25)),
-                key=p.kind,
-                title=title,
-                measured=p.provenance is Provenance.MEASURED,
-            )
-        )
+    at = _Scales(x_low=x_low, x_high=x_high, y_low=y_low, y_high=y_high)
+    dots = [_dot(point, at) for point in points]
     return Roofline(
-        width=width, height=height, left=left, right=right, top=top, bottom=bottom, strip=strip,
-        x_ticks=tuple(Mark(at=x(10.0**d), text=_power(d)) for d in _decades(x_low, x_high)),
-        y_ticks=tuple(Mark(at=y(10.0**d), text=_power(d)) for d in _decades(y_low, y_high)),
-        ceilings=_spread_labels(ceilings),
+        width=900.0, height=430.0, left=at.left, right=at.right, top=at.top, bottom=at.bottom, strip=at.strip,
+        x_ticks=tuple(Mark(at=at.x(10.0**d), text=_power(d)) for d in _decades(x_low, x_high)),
+        y_ticks=tuple(Mark(at=at.y(10.0**d), text=_power(d)) for d in _decades(y_low, y_high)),
+        ceilings=_spread_labels(_ceilings(env, peak, at)),
         dots=tuple(sorted(dots, key=lambda d: (-d.r, d.title))),  # small dots over large ones
         kinds=tuple(dict.fromkeys(p.kind for p in points)),
     )  # fmt: skip
+
+
+def _ceilings(env: Environment, peak: float, at: _Scales) -> list[Ceiling]:
+    """The slope of the memory's bandwidth, through the strip too, and a level a dtype. peak: the most of all, TFLOP/s."""
+    bandwidth = env.copy_gbps / 1e3  # TB/s, so that TB/s × FLOP/byte = TFLOP/s
+    roof = max(env.matrix_tflops.values(), default=0.0) or peak
+    knee = min(roof / bandwidth, at.x_high)
+    low, high = at.y(bandwidth * at.x_low), at.y(bandwidth * knee)
+    memory = f"memory {rate_text(env.copy_gbps)}"
+    found = [
+        Ceiling(x1=at.left, y1=low, x2=at.strip, y2=low, text="", slope=True),
+        Ceiling(x1=at.x(at.x_low), y1=low, x2=at.x(knee), y2=high, text=memory, slope=True),
+    ]
+    for dtype, rate in sorted(env.matrix_tflops.items(), key=lambda item: item[1]):
+        if rate > 0:
+            start, level = at.x(min(max(rate / bandwidth, at.x_low), at.x_high)), at.y(rate)
+            text = f"{dtype} {rate:.3g} TFLOP/s"
+            found.append(Ceiling(x1=start, y1=level, x2=at.right, y2=level, text=text, slope=False))
+    return found
+
+
+def _dot(point: breakdown.RooflinePoint, at: _Scales) -> Dot:
+    flops = f"{point.tflops:.3g} TFLOP/s, " if point.intensity > 0 else ""
+    spent = f"{time_text(point.time_us)} ({percent_text(point.frac)} of the step)"
+    return Dot(
+        x=at.x(max(point.intensity, at.x_low)) if point.intensity > 0 else (at.left + at.strip) / 2,
+        y=at.y(point.tflops if point.intensity > 0 else point.gbps / 1e3 * at.x_low),
+        r=3 + 30 * math.sqrt(min(point.frac, 0.25)),
+        key=point.kind,
+        title=f"{point.label}\n{spent}, {flops}{rate_text(point.gbps)} ({point.provenance.value} bytes)",
+        measured=point.provenance is Provenance.MEASURED,
+    )
 
 
 def _spread_labels(ceilings: list[Ceiling]) -> tuple[Ceiling, ...]:
