@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from advisor.analysis.idle import host_waiting_us, idle, in_operators
+from advisor.analysis.idle import host_waiting_us, idle, operators_us
 from advisor.analysis.view import View
 from advisor.core.findings import Interval
 from advisor.core.profile import STARVED_FRAC
@@ -96,13 +96,9 @@ class Step:
     def _on_cpu(cls, view: View) -> Step:
         data = host_waiting_us(view)
         busy = view.step_us - data
-        # Traced in a quieter moment than the steps were timed in, the rows have their share of the traced step.
-        scale = min(1.0, busy / view.device_us)
-        if view.profile.cost.overhead_frac < 0:
-            scale = max(scale, in_operators(view) * busy / view.device_us)
         return cls(
             step_us=view.step_us, busy_us=busy, gaps_us=0.0, sync_us=0.0, data_us=data, copy_us=0.0,
-            host_low_us=0.0, host_high_us=0.0, scale=scale,
+            host_low_us=0.0, host_high_us=0.0, scale=operators_us(view) / view.device_us,
         )  # fmt: skip
 
     @classmethod
