@@ -33,9 +33,9 @@ from advisor.trials.statistics import Decision
 SEARCH = Session(mode="search", run_dir="", script="train.py", warmup=3, max_pairs=12)
 
 
-def search(tmp_path, *names, **options):
+def search(tmp_path, *names, limit_s=SEARCH.trial_timeout_s, **options):
     promised = tuple(replace(c, predicted=Interval(low=0.0, high=0.5)) for c in candidates(*names))
-    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=promised, whole_first=True)
+    orders = replace(SEARCH, run_dir=str(tmp_path), candidates=promised, whole_first=True, trial_timeout_s=limit_s)
     _, reason = train(orders, SearchDriver, find, **options)
     record = storage.load(tmp_path / records.SEARCH_FILE, records.SearchRecord)
     return {v.transform: v for v in records.verdicts(tmp_path)}, record, reason
@@ -111,6 +111,24 @@ def test_what_noise_hides_is_left_to_fresh_processes_where_it_looks_faster(tmp_p
     assert record.whole_kept is kept
     if kept:
         assert "fresh runs decide" in verdicts["amp_bf16"].reason
+
+
+@pytest.mark.parametrize(
+    ("change", "limit_s", "pairs"),
+    [(HalfInLayout, 9.5, 0), (HalfInLayout, 14.0, 1), (Slower, 22.0, 0), (Slower, 32.0, 1)],
+)
+def test_a_whole_whose_trial_ends_before_its_pairs_is_left_to_fresh_processes_unless_it_was_seen_slower(
+    tmp_path, monkeypatch, change, limit_s, pairs
+):
+    """An evaluation of 18 s took a RepLKNet's trial its time, on an H200: what was right and five times as fast was given up."""
+    planted(monkeypatch, channels_last=Layout, amp_bf16=change)
+    verdicts, record, _ = search(tmp_path, "channels_last", "amp_bf16", wait_s=2.0, limit_s=limit_s)
+    kept = change is HalfInLayout
+    assert record.whole_kept is kept
+    first = verdicts["amp_bf16" if kept else "channels_last + amp_bf16"]
+    assert first.reason.startswith(f"the {limit_s:.0f} s of a trial are over: fewer than two pairs")
+    assert ("fresh runs decide" in first.reason) is kept
+    assert min(len(first.blocks.off_us), len(first.blocks.on_us)) == pairs
 
 
 def test_pairs_that_end_in_haste_and_look_no_faster_leave_it_open(tmp_path, monkeypatch):

@@ -79,6 +79,7 @@ class Trial:
         self._gate, self._batches = Gate(loop.training, loop.watcher), BatchWatch(loop.training)
         self._proved = current.numerics is not None  # in an earlier process, with the same changes on
         self._first_us = current.first_step_us
+        self._settled_us = 0.0  # of a step with the change, when its warm-up was over
         self._sites: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._numerics, self._effect = current.numerics, current.effect
         self._timing: Check | None = None
@@ -98,7 +99,7 @@ class Trial:
             return (yield from self._course())
         except OutOfTime as late:
             last = self.times.last_look(str(late), self.loop.session.min_gain, self.loop.session.max_pairs)
-            last = self._for_fresh_runs(last, anyway=True)
+            last = self._for_fresh_runs(last)
             if last.status == KEPT and self.switch is not None:
                 return self._keep(self.switch, None, last)
             return self.verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
@@ -316,7 +317,7 @@ class Trial:
             self.limit.check()
             last = times[-3:]
             if len(times) >= MAX_SETTLE or (len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)):
-                usual = statistics.median(last)
+                usual = self._settled_us = statistics.median(last)
                 return math.fsum(max(0.0, t - usual) for t in times[:-3]), fed
 
     def _drop_idle(self, bundle: Bundle, switch: Switch) -> Generator[None, StepEvent, None]:
@@ -363,19 +364,24 @@ class Trial:
         self.loop.traced = after
         return self.verdict(KEPT, decision.reason, decision)
 
-    def _for_fresh_runs(self, decision: Decision, *, anyway: bool = False) -> Decision:
-        """What blocks have left open, as fresh processes are to take it up: kept where it looks faster, or, `anyway`, where nothing was
-        timed; as it was where the check or the effect is missing.
+    def _for_fresh_runs(self, decision: Decision) -> Decision:
+        """What blocks have left open, as fresh processes are to take it up: kept where it looks faster, or where nothing was timed (an
+        evaluation in between took the trial's time, or epochs are too short for a block); as it was where the check or the effect is missing.
         """
         proved = self._numerics is not None and self._numerics.passed and self._effect is not None
         if not (self.provisional and proved and decision.status in (MORE, INCONCLUSIVE)):
             return decision
         # Where the host's noise hides it, fresh processes have the kernels' time beside the step's.
         least = 0.0 if self.times.off.host_bound else LOOKS_FASTER * self.loop.session.min_gain
-        faster = decision.point is not None and decision.point > least
-        if faster or (anyway and decision.point is None):
+        if decision.point > least if decision.point is not None else not self._seen_slower():
             return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh runs decide")
         return dataclasses.replace(decision, status=INCONCLUSIVE)  # there will be no more pairs
+
+    def _seen_slower(self) -> bool:
+        """Whether what was seen of it without a verdict of blocks, one pair or the steps of its warm-up, speaks against fresh processes."""
+        if self.times.pairs:
+            return any(on >= off for off, on in self.times.pairs)
+        return self._settled_us > SETTLED_SPREAD * max(self.loop.step_us, 1.0)
 
     def _stand(self, switch: Switch) -> None:
         """The candidate is part of the loop from now on; what it replaced is not."""
