@@ -107,6 +107,10 @@ class Transform(ABC):
         """Where it took effect and where not (`"path: why not"`), once it is on and has run; None: as `match` said."""
         return None
 
+    def warming(self, training: Training) -> bool:
+        """Whether what the next steps run is another thing than what the last ones ran: it still waits for calls before it captures."""
+        return False
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         """Show from live state, or from short traces before and after, that the change is there.
 

@@ -67,6 +67,9 @@ class Bundle(Transform):
         found = [found for m in self.members if (found := m.sites(training)) is not None]
         return tuple(s for sites, _ in found for s in sites), tuple(s for _, unmatched in found for s in unmatched)
 
+    def warming(self, training: Training) -> bool:
+        return any(m.warming(training) for m in self.members)
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         """Of any of them: a member that finds no place changes nothing for the others."""
         found = {m.id: m.effect(training, before, after) for m in self.members}

@@ -55,6 +55,12 @@ def put_beside(modules: Iterable[torch.nn.Module]) -> Undo:
     return undo
 
 
+def warming(training: Training) -> bool:
+    """Whether graphs that are on wait for more calls before they are captured."""
+    found = [current(module) for module in targets(training)]
+    return any(layer.warming for layer in found if layer is not None)
+
+
 class CudaGraphs(Transform):
     """Graphed forward and backward of every root."""
 
@@ -105,6 +111,9 @@ class CudaGraphs(Transform):
                 left.append(f"{name}: {_why_not(layer.failures)}")
         return tuple(found), tuple(left)
 
+    def warming(self, training: Training) -> bool:
+        return warming(training)
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         replays, failed = 0, []
         for module in targets(training):
@@ -122,4 +131,4 @@ class CudaGraphs(Transform):
 
 
 def _why_not(reasons: list[str]) -> str:
-    return reasons[0] if reasons else "it was called too seldom since graphs are on"
+    return reasons[0] if reasons else "it was not called in training since graphs are on"

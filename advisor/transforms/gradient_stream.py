@@ -47,6 +47,9 @@ class GradientStream(Transform):
     def release(self, training: Training) -> None:
         cuda_graphs.release(targets(training))
 
+    def warming(self, training: Training) -> bool:
+        return cuda_graphs.warming(training)
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         layers = [layer for module in targets(training) if (layer := cuda_graphs.current(module)) is not None]
         moved, replays = sum(layer.moved for layer in layers), sum(layer.replays for layer in layers)

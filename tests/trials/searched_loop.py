@@ -232,6 +232,18 @@ class CountsSteps(Waits):
         return Check(passed=bool(self.seen), detail=f"{len(self.seen)} steps")
 
 
+class Warms(CountsSteps):
+    """Has its effect after six steps, as what is captured at a later call; until then steps agree, and it says that it is not there yet."""
+
+    id, factor, warm_steps = "cuda_graphs", 0.5, 6
+
+    def warming(self, training):
+        return len(self.seen) < self.warm_steps
+
+    def effect(self, training, before, after):
+        return Check(passed=not self.warming(training), detail=f"{len(self.seen)} steps")
+
+
 class Half(Waits):
     id, factor = "amp_bf16", 0.9
 

@@ -14,6 +14,7 @@ from searched_loop import (
     Raises,
     Slower,
     Waits,
+    Warms,
     Wrong,
     candidates,
     find,
@@ -207,6 +208,14 @@ def test_what_saves_none_of_the_kernels_time_is_not_refused_for_it(tmp_path, mon
     (verdict,) = records.verdicts(tmp_path)
     assert verdict.status == "inconclusive", verdict.reason
     assert verdict.gain_of == "step"
+
+
+@pytest.mark.parametrize("asked", [("channels_last", "cuda_graphs"), ("cuda_graphs",)])
+def test_what_is_captured_at_a_later_call_is_waited_for(tmp_path, monkeypatch, asked):
+    """Three eager steps before a capture agree: a UNet's graphs were taken off there as without effect, before there was one."""
+    planted(monkeypatch, channels_last=Layout, cuda_graphs=Warms)
+    verdicts, *_ = search(tmp_path, *asked)
+    assert {name: v.status for name, v in verdicts.items()} == dict.fromkeys(asked, "kept")
 
 
 class Idle(Waits):

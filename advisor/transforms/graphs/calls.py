@@ -71,7 +71,9 @@ class GraphedForward:
         self.eager: Counter[str] = Counter()  # why calls were not replayed
         self.calls: Counter[Any] = Counter()
         self.outdated: Counter[Any] = Counter()
+        self.dropped: Counter[str] = Counter()  # why graphs were made anew
         self._crowded: Counter[Any] = Counter()
+        self._latest: Any = None  # the kind of the latest call that may be captured
         self._host: dict[Any, HostValues] = {}
         self._parameters = list(module.parameters())
 
@@ -88,7 +90,7 @@ class GraphedForward:
             return self.inner(*args, **kwargs)
         if torch.cuda.is_current_stream_capturing():
             return self.inner(*args, **kwargs)
-        key = _signature(arguments, self._parameters)
+        key = self._latest = _signature(arguments, self._parameters)
         slots = self.captured.get(key)
         if slots and (slots[0].layout.changed() or slots[0].twice):
             self._drop(key, module)
@@ -182,6 +184,9 @@ class GraphedForward:
     def _drop(self, key: Any, module: torch.nn.Module) -> None:
         """The captured graphs are of a module that is another by now. What is new in it is warmed up like the first."""
         slots = self.captured.pop(key)
+        if not slots[0].twice:
+            name = slots[0].layout.other_attribute()
+            self.dropped[f"the attribute {name} of its modules" if name else "a tensor, a hook or a layer of it"] += 1
         self._parameters = list(module.parameters())
         self.calls[key], self._crowded[key] = 0, 0
         if any(captured.twice for captured in slots):
@@ -228,9 +233,22 @@ class GraphedForward:
             captured.gradients.watched = False
         return captured.gradients.direct()
 
+    @property
+    def warming(self) -> bool:
+        """Whether calls like the latest are captured after some more of them."""
+        key = self._latest
+        return key not in self.captured and key not in self.failed and 0 < self.calls[key] <= WARM_CALLS
+
     def reasons(self) -> list[str]:
         """Why calls stay eager, the commonest first."""
-        return [*dict.fromkeys(self.failed.values()), *(reason for reason, _ in self.eager.most_common())]
+        found = [*dict.fromkeys(self.failed.values()), *(reason for reason, _ in self.eager.most_common())]
+        if not self.warming:
+            return found
+        due = f"it was called {self.calls[self._latest]} times, and is captured at call {WARM_CALLS + 1}"
+        if self.dropped:
+            what, times = self.dropped.most_common(1)[0]
+            due = f"{what} was another by the next call, so its graph was dropped {times} times; since then {due}"
+        return [*found, due]
 
     def free(self) -> None:
         """Give the graphs' memory back. A gradient that lies in a graph's pool is moved out first."""

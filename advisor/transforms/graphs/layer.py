@@ -86,6 +86,11 @@ class GraphLayer:
         return own + sum(layer.replays for layer in self._of_parts())
 
     @property
+    def warming(self) -> bool:
+        """Whether the latest calls are of a kind that is captured after some more of them; so of parts."""
+        return any(f.warming for f in self.forwards) or any(layer.warming for layer in self._of_parts())
+
+    @property
     def moved(self) -> int:
         """Weight gradients on a stream of their own, in all captures."""
         return sum(captured.moved for forward in self.forwards for captured in forward.all())

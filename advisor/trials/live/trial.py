@@ -316,7 +316,10 @@ class Trial:
                 fed = arrived if fed is None else fed and arrived is not False
             self.limit.check()
             last = times[-3:]
-            if len(times) >= MAX_SETTLE or (len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)):
+            agreed = len(times) >= MIN_SETTLE and max(last) <= SETTLED_SPREAD * min(last)
+            if agreed and self.transform is not None and self.transform.warming(self.loop.training):
+                agreed = False  # three eager calls before a capture agree too
+            if len(times) >= MAX_SETTLE or agreed:
                 usual = self._settled_us = statistics.median(last)
                 return math.fsum(max(0.0, t - usual) for t in times[:-3]), fed
 

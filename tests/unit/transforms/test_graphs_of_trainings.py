@@ -101,6 +101,25 @@ def test_a_replay_computes_what_the_forward_does(graphs: list[Graph]) -> None:
     assert [graph.replays for graph in graphs] == [STEPS - WARM_CALLS] * 2
 
 
+def test_it_warms_until_it_replays_and_says_how_many_calls_are_lacking(graphs: list[Graph]) -> None:
+    """A trial's warm-up ended with three eager steps that agreed, so a UNet's graphs were `without effect` on an H200, and no reason told it."""
+    found = Twins(Net, trained)
+    assert not found.transform.warming(found.training)
+    assert "not called in training" in found.effect.detail
+    for seen in range(1, WARM_CALLS + 1):
+        found.run(1)
+        assert found.transform.warming(found.training)
+        assert f"it was called {seen} times, and is captured at call {WARM_CALLS + 1}" in found.effect.detail
+    found.run(1)
+    assert not found.transform.warming(found.training)
+    assert found.replays == 1
+    for net in (found.plain, found.graphed):
+        net.fc.bias.data = net.fc.bias.data.clone()  # elsewhere in memory: what was captured does not fit any more
+    found.run(1)
+    assert found.transform.warming(found.training)
+    assert "so its graph was dropped 1 times; since then it was called 1 times" in found.effect.detail
+
+
 def test_gradients_of_other_strides_than_their_parameters(graphs: list[Graph]) -> None:
     """NHWC inputs and NCHW weights, as under DistributedDataParallel: what brings a gradient to its parameter's strides is replayed too."""
 
