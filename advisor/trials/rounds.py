@@ -99,8 +99,7 @@ class Rounds:
             chosen = {planner.identity(c) for c in found}
             for candidate in waiting:
                 if planner.identity(candidate) not in chosen:
-                    reason = "its predicted gain beside the kept changes is too small for a trial"
-                    records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", reason))
+                    records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", planner.TOO_SMALL))
             self.known = (*(c for c in self.known if c not in waiting), *found)
             # What is dear waits for the step that the rest leaves: predictions for this one have a part of the same time in them.
             waiting = tuple(c for c in found if c.transform in planner.DEAR) if number < MOST else ()
