@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from advisor.core.errors import ExitCode
 from advisor.core.findings import Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import counted, percent_text
-from advisor.core.verdict import FAILED, KEPT, SKIPPED, TrialLog, Verdict
+from advisor.core.verdict import FAILED, KEPT, TrialLog, Verdict
 from advisor.distributed import place
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
@@ -71,16 +71,7 @@ def how_sent(passes: int = 1) -> tuple[Recommendation, ...]:
     ]
     if passes > 1:
         found.insert(0, ("ddp_no_sync", {"passes": str(passes)}))
-    return tuple(
-        Recommendation(
-            transform=name,
-            title=transform_table.title(name),
-            reason="tried in all ranks",
-            parameters=parameters,
-            semantics=transform_table.row(name).semantics,
-        )
-        for name, parameters in found
-    )
+    return tuple(_asked(name, parameters, "tried in all ranks") for name, parameters in found)
 
 
 def from_the_start(fired: Collection[str], backend: str) -> tuple[Recommendation, ...]:
@@ -92,17 +83,15 @@ def from_the_start(fired: Collection[str], backend: str) -> tuple[Recommendation
     """
     if backend != "nccl" or "communication-exposed" not in fired:
         return ()
-    name = "nccl_settings"
     settings = ({"NCCL_MAX_CTAS": "8"}, {"NCCL_MIN_CTAS": "32"}, {"NCCL_PROTO": "Simple"})
-    return tuple(
-        Recommendation(
-            transform=name,
-            title=transform_table.title(name),
-            reason="communication is exposed",
-            parameters=parameters,
-            semantics=transform_table.row(name).semantics,
-        )
-        for parameters in settings
+    return tuple(_asked("nccl_settings", parameters, "communication is exposed") for parameters in settings)
+
+
+def _asked(name: str, parameters: Mapping[str, str], reason: str) -> Recommendation:
+    """To try this transform, which no rule has recommended."""
+    row = transform_table.row(name)
+    return Recommendation(
+        transform=name, title=row.title, reason=reason, parameters=dict(parameters), semantics=row.semantics
     )
 
 
@@ -152,9 +141,8 @@ def search(
     script = Script(command, run_dir, launch or launcher.launch, say)
     early = _tried(script, wanted, kept, how)
     script.put_back()
-    for candidate in records.untried(run_dir, wanted):
-        why = early or script.why_over or "no time was left, or the script ended before"
-        records.save_verdict(run_dir, records.verdict_on(candidate, SKIPPED, why))
+    why = early or script.why_over or "no time was left, or the script ended before"
+    records.skip(run_dir, records.untried(run_dir, wanted), why)
     mine = set(map(records.attempt, wanted))
     verdicts = (v for v in records.verdicts(run_dir) if records.attempt(v) in mine)
     return Searched(kept=found_kept(verdicts), early=early, script=script)
@@ -212,7 +200,7 @@ def start_anew(
         if script.over:
             break
         if kept:
-            records.save_verdict(run_dir, records.verdict_on(candidate, SKIPPED, "another of these settings is kept"))
+            records.skip(run_dir, (candidate,), "another of these settings is kept")
             continue
         found = try_in_pairs(
             runs, candidate, searched.kept, min_gain=how.min_gain, max_pairs=how.max_pairs, until=until

@@ -124,10 +124,7 @@ class SearchProcesses:
         if share is None:
             return list(left)
         found = planner.worth(left, self.min_gain * share)  # predictions are shares of the plain step
-        for candidate in left:
-            if candidate not in found:
-                verdict = records.verdict_on(candidate, "skipped", planner.TOO_SMALL)
-                records.save_verdict(self.script.run_dir, verdict)
+        records.skip(self.script.run_dir, (c for c in left if c not in found), planner.TOO_SMALL)
         return list(found)
 
     def try_alone(self, candidate: Recommendation) -> None:

@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.transform_row import Stage
-from advisor.core.verdict import KEPT, Check, Verdict
+from advisor.core.verdict import KEPT, SKIPPED, Check, Verdict
 from advisor.trials.statistics import rate_by_means, whole_blocks
 
 # What `apply` shows for its work, ...
@@ -183,6 +183,12 @@ def left(verdicts: Iterable[Verdict]) -> float | None:
             return None
         gains[frozenset((verdict.transform, *verdict.together))] = gain
     return math.prod(1.0 - gain for gain in gains.values())
+
+
+def skip(run_dir: Path, candidates: Iterable[Recommendation], reason: str) -> None:
+    """The verdict on each of these: not tried, and why."""
+    for candidate in candidates:
+        save_verdict(run_dir, verdict_on(candidate, SKIPPED, reason))
 
 
 def save_verdict(run_dir: Path, verdict: Verdict) -> None:

@@ -97,9 +97,7 @@ class Rounds:
             min_gain = self.processes.min_gain
             found = candidates(number, records.verdicts(run_dir), self.known, asked, again, min_gain, waiting)
             chosen = {planner.identity(c) for c in found}
-            for candidate in waiting:
-                if planner.identity(candidate) not in chosen:
-                    records.save_verdict(run_dir, records.verdict_on(candidate, "skipped", planner.TOO_SMALL))
+            records.skip(run_dir, (c for c in waiting if planner.identity(c) not in chosen), planner.TOO_SMALL)
             self.known = (*(c for c in self.known if c not in waiting), *found)
             # What is dear waits for the step that the rest leaves: predictions for this one have a part of the same time in them.
             waiting = tuple(c for c in found if c.transform in planner.DEAR) if number < MOST else ()

@@ -43,7 +43,7 @@ def _held() -> set[str]:
     found = set()
     for module in _others():
         for value in list(vars(module).values()):
-            name = value.__name__ if issubclass(type(value), ModuleType) else _text(value, "__module__")
+            name = value.__name__ if issubclass(type(value), ModuleType) else _source(value)
             if name.startswith(UNSEEN):
                 found.add(name)
     return found
@@ -60,7 +60,7 @@ def _words() -> list[frozenset[str]]:
 def _codes(module: ModuleType) -> Iterator[CodeType]:
     waiting: list[Any] = []
     for value in list(vars(module).values()):
-        if _text(value, "__module__") != module.__name__:
+        if _source(value) != module.__name__:
             continue
         inside = list(vars(value).values()) if issubclass(type(value), type) else [value]
         waiting += [part.__code__ for part in inside if type(part) is FunctionType]
@@ -70,9 +70,10 @@ def _codes(module: ModuleType) -> Iterator[CodeType]:
         waiting += [part for part in code.co_consts if isinstance(part, CodeType)]
 
 
-def _text(value: Any, name: str) -> str:
+def _source(value: Any) -> str:
+    """The name of the module that it is from; "" where it tells none."""
     try:
-        found = getattr(value, name, "")
+        found = getattr(value, "__module__", "")
     except Exception:  # a lazy object of somebody's
         return ""
     return found if isinstance(found, str) else ""

@@ -57,7 +57,7 @@ class Recorder:
         # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
         self.expected: Entry | None = None
         self._make_backend = backend
-        self._beside = loaded_beside()
+        self._beside: set[str] = set()
         self.thread = threading.get_ident()
         self._varying: set[tuple[int, int]] = set()
         self._arenas: list[Arena] = []

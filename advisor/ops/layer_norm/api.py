@@ -68,17 +68,6 @@ def _standing(
     return unsupported, spec.wins(channels=channels, **types)
 
 
-def _forward(
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    dim: int,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return cuda.forward(x, weight, bias, eps, dim, dtype)
-
-
 def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
     x, weight, bias, eps, dim, _ = arguments
     dx, dweight, dbias = cuda.backward(dense(dy, _format(dim)), x, weight, eps, dim)
@@ -87,7 +76,7 @@ def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients
 
 _LAYER_NORM = Operation(
     name="layer_norm",
-    forward=_forward,
+    forward=cuda.forward,
     backward=_backward,
     pytorch=reference.layer_norm,
     refusal=_refusal,

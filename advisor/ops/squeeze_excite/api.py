@@ -62,19 +62,6 @@ def _standing(
     return unsupported, wins
 
 
-def _forward(
-    x: torch.Tensor,
-    w1: torch.Tensor,
-    b1: torch.Tensor | None,
-    w2: torch.Tensor,
-    b2: torch.Tensor | None,
-    activation: str,
-    gate: str,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """y, channels_last, and what the backward needs (see cuda.forward)."""
-    return cuda.forward(x, w1, b1, w2, b2, activation, gate)
-
-
 def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
     x, w1, b1, w2, b2, activation, gate = arguments
     dx, dw1, db1, dw2, db2 = cuda.backward(nhwc(dy), x, saved[0], w1, w2, activation, gate)
@@ -83,7 +70,7 @@ def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients
 
 _SQUEEZE_EXCITE = Operation(
     name="squeeze_excite",
-    forward=_forward,
+    forward=cuda.forward,
     backward=_backward,
     pytorch=reference.squeeze_excite,
     refusal=_refusal,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from pathlib import Path
 
+from advisor.profiling.machine import hostload
+
 SYS = Path("/sys")
 _NVIDIA, _DISPLAY = "0x10de", "0x03"  # PCI's vendor, and the class that GPUs are of
 
@@ -40,8 +42,7 @@ def of_share(address: str, allowed: Set[int], sys: Path = SYS) -> set[int]:
     )
     whole: dict[str, list[int]] = {}
     for cpu in sorted(near):
-        siblings = _read(sys / f"devices/system/cpu/cpu{cpu}/topology/thread_siblings_list") or str(cpu)
-        whole.setdefault(siblings, []).append(cpu)
+        whole.setdefault(hostload.siblings(cpu, sys / "devices/system/cpu"), []).append(cpu)
     if address not in gpus or len(whole) < len(gpus):
         return set()
     number, count = gpus.index(address), len(gpus)

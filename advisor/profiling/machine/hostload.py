@@ -112,13 +112,15 @@ def core_count() -> int:
         cpus = os.sched_getaffinity(0)
     except AttributeError:
         return cpu_count()
-    cores = set()
-    for cpu in cpus:
-        try:
-            cores.add((SYS / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip())
-        except OSError:
-            cores.add(str(cpu))  # not told: a core of its own
-    return max(1, min(len(cores), cpu_count()))
+    return max(1, min(len({siblings(cpu, SYS) for cpu in cpus}), cpu_count()))
+
+
+def siblings(cpu: int, folder: Path) -> str:
+    """The threads of this one's core, as the kernel lists them: the same for each of them. `folder`: /sys/devices/system/cpu."""
+    try:
+        return (folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text().strip() or str(cpu)
+    except OSError:
+        return str(cpu)  # not told: a core of its own
 
 
 def busy_seconds() -> float | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
+from typing import NamedTuple
 
 import torch
 
@@ -41,7 +42,7 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
     """
     name = plain.call.root.name
     try:
-        wrong, right, told, left = _layers(plain, on, off)
+        judged = _layers(plain, on, off)
     except Exception as error:  # no room for it, or a module of the script's that is not to be called by itself
         off()
         plain.saved.restore()
@@ -49,22 +50,22 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
         return dataclasses.replace(
             found, detail=f"{found.detail}{UNCHECKED} could not be checked ({first_line(error)})"
         )
-    if wrong:
-        return Check(passed=False, detail=f"{name}: {wrong}", numbers={**found.numbers, "of_bound": math.inf})
+    if judged.wrong:
+        return Check(passed=False, detail=f"{name}: {judged.wrong}", numbers={**found.numbers, "of_bound": math.inf})
     trained = (p for p in plain.call.root.module.parameters() if p.requires_grad)
     if found.passed:
         return found
-    if not all(id(p) in told for p in trained):
-        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{left}")
-    if not _outputs_within(plain, right):
+    if not all(id(p) in judged.told for p in trained):
+        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{judged.alone}")
+    if not _outputs_within(plain, judged.right):
         return found
     if captured(plain) and not _as_uncaptured(plain).passed:
         return found
-    detail = f"{found.detail} in the whole model, and each of {len(right)} layers right by itself"
+    detail = f"{found.detail} in the whole model, and each of {len(judged.right)} layers right by itself"
     return Check(passed=True, detail=detail, numbers={**found.numbers, "of_bound": 1.0})
 
 
-def _outputs_within(plain: PlainStep, right: set[str]) -> bool:
+def _outputs_within(plain: PlainStep, right: Set[str]) -> bool:
     """Whether outputs are within their bounds, and updates of the buffers that no module of these owns."""
 
     def counts(group: str) -> bool:
@@ -92,21 +93,30 @@ def _as_uncaptured(plain: PlainStep) -> Check:
     return compare(step, Semantics.REASSOCIATED)[0]
 
 
-def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> tuple[str, set[str], set[int], str]:
-    """(what is wrong with a layer, modules that are right by themselves, identities of the parameters whose gradients are judged
-    with these, a layer that could not be called by itself and why); leaves the change on.
+class _Layers(NamedTuple):
+    """What is wrong with a layer, if any is; modules that are right by themselves; identities of the parameters whose gradients are judged
+    with these; a layer that could not be called by itself, and why.
     """
+
+    wrong: str
+    right: Set[str] = frozenset()
+    told: Set[int] = frozenset()
+    alone: str = ""
+
+
+def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> _Layers:
+    """What is told of all layers; leaves the change on."""
     root = plain.call.root.module
     if captured(plain):
         ratio, what = operations.wrong(plain, operations.observed(plain))
         if ratio > 1.0:
-            return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set(), ""
+            return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     modules = leaves(root) | blocks(root)
     found, seen, far, lost = _looked_at(plain, modules, on, off)
     if lost:
-        return f"no gradient reaches {lost[0]} any more", set(), set(), ""
+        return _Layers(f"no gradient reaches {lost[0]} any more")
     if far > ARRIVES:
-        return f"the gradient of the last layers is off by {far:.1e}", set(), set(), ""
+        return _Layers(f"the gradient of the last layers is off by {far:.1e}")
     wrong = {name for name, told in found.items() if told.wrong()}
     right = found.keys() - wrong
     inmost = [name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong)]
@@ -124,9 +134,9 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     left = [(r, f"{what} of {n}") for n in wrong for what, r in found[n].wrong().items() if not answered(n, what)]
     if left:
         ratio, what = max(left)
-        return f"{what} by itself {ratio:.1f} times as far off as its roundings allow", set(), set(), ""
+        return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     alone = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
-    return "", right - seen.altered, {id(p) for told in found.values() for p in told.own}, alone
+    return _Layers("", right - seen.altered, {id(p) for told in found.values() for p in told.own}, alone)
 
 
 def _looked_at(

@@ -23,7 +23,7 @@ from advisor.trials.numerics.layers import apart, bound
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.rerun import moved
-from advisor.trials.numerics.seen import Copies, noting
+from advisor.trials.numerics.seen import Copies, into
 
 _DRAWS = 2
 # Their gradients add up in one tensor that all of them know: none is told by itself.
@@ -114,19 +114,15 @@ class _Noting(fx.Interpreter):
             if isinstance(output, torch.Tensor) and output.requires_grad:
                 if id(output) in twice:  # each has a gradient of its own
                     outputs[place] = output.view_as(output)
-                outputs[place].register_hook(_into(call.gradients, place))
+                outputs[place].register_hook(into(call.gradients, place))
         return tuple(outputs) if twice else result
 
     def _aliased(self, value: Any, back: dict[int, torch.Tensor], place: int) -> Any:
         if not isinstance(value, torch.Tensor) or not value.requires_grad:
             return value
         alias = value.view_as(value)  # its gradient is this operation's alone
-        alias.register_hook(_into(back, place))
+        alias.register_hook(into(back, place))
         return alias
-
-
-def _into(kept: dict[int, torch.Tensor], place: int) -> Callable[[torch.Tensor | None], None]:
-    return noting(lambda gradient: kept.__setitem__(place, gradient))
 
 
 def _judged(plain: PlainStep, call: Operation) -> dict[str, float]:

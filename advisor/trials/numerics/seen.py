@@ -160,6 +160,11 @@ def noting(keep: Callable[[torch.Tensor], None]) -> Callable[[torch.Tensor | Non
     return hook
 
 
+def into(kept: dict[int, torch.Tensor], place: int) -> Callable[[torch.Tensor | None], None]:
+    """A hook that keeps a copy of the gradient at this place."""
+    return noting(lambda gradient: kept.__setitem__(place, gradient))
+
+
 class Copies:
     """One copy of each tensor as it stands: what one module gives out, the next is given."""
 
@@ -197,7 +202,7 @@ def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[tor
                 return value
             # Its gradient is this layer's alone, whoever else reads the value. Of a view that is written to it would be lost.
             alias = value.clone() if getattr(module, "inplace", False) else value.view_as(value)
-            alias.register_hook(noting(lambda gradient: call.back.__setitem__(place, gradient)))
+            alias.register_hook(into(call.back, place))
             copies.same(alias, value)
             call.given[place] = alias, alias._version
             return alias
