@@ -2,6 +2,7 @@
 # make test        install into .venv, run the tests that need no GPU, but for those marked long: others go the same ways
 # make test-long   those, of parameters' products all cases, and what measures this machine
 # make test-load   make test's ten times over, in random order, beside two busy processes
+#                  (a part of it: LOAD="--runs 1 --seed 3 --part 2/4")
 # make test-pythons  advisor under every other Python from 3.10 on that is installed here
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make docs        build the docs as a site into build/site; a dead link or anchor fails
@@ -68,7 +69,7 @@ test-long: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "long" --durations 10
 
 test-load: $(VENV)/.installed-test
-	$(BIN)/python tests/under_load.py
+	$(BIN)/python tests/under_load.py $(LOAD)
 
 test-pythons:
 	.ci/pythons
