@@ -7,12 +7,13 @@ to a boundary (one hangs, the others wait for it inside a backward pass) a threa
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from advisor.distributed.place import BOARD_FILE
 from advisor.loop.sources import Lines
 
 EVERY_S = 2.0
+LAST_LOOK_S = 10.0  # that the end of the process waits for at most
 # Where a rank stands that waits for others: in a collective, in a backward pass that ends with one, for a device that does.
 _WAITS = tuple(
     os.path.join(*place)
@@ -85,12 +87,28 @@ class Watch:
         self._main, self._lines = threading.main_thread().ident, Lines()
         self.steps = 0  # counted by whoever sees boundaries
         self.resting = False  # no step is to be expected: a change is judged, and the board waits for its end
+        self._looking, self._over = threading.Lock(), False
+        atexit.register(self.end)
         threading.Thread(target=self._run, daemon=True, name="advisor-ranks").start()
 
+    def end(self) -> None:
+        """No more looks, and none that goes on: a thread that Python ends inside a store of torch's takes the process along (SIGABRT)."""
+        if self._looking.acquire(timeout=LAST_LOOK_S):
+            self._over = True
+            self._looking.release()
+
     def _run(self) -> None:
-        seen, since = -1, time.monotonic()
+        looks = self._looks()
         while True:
             time.sleep(self._every_s)
+            with self._looking:
+                if self._over or not next(looks, False):
+                    return
+
+    def _looks(self) -> Iterator[bool]:
+        """One look each; ends where there is nothing more to be seen."""
+        seen, since = -1, time.monotonic()
+        while True:
             try:
                 self._store.set(f"advisor/at/{self._rank}", json.dumps([self.steps, *self._place()]))
                 if self.steps != seen or self.resting:
@@ -104,6 +122,7 @@ class Watch:
                         self._lost(told)
             except Exception:  # the store is gone: the job ends
                 return
+            yield True
 
     def _place(self) -> tuple[str, bool]:
         """The script's line in the main thread, and whether it waits for other ranks there."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -114,3 +117,24 @@ def test_a_training_that_goes_on_is_watched_on_and_an_evaluation_is_no_fault(mon
         watch._run()
     assert len(told) > 1
     assert all(at > 100 and ranks == [0] for at, ranks in told)
+
+
+def test_a_training_that_ends_while_its_rank_is_written_down_ends_well(tmp_path: Path) -> None:
+    """A rank looked every two seconds: a training that ended at such a moment was aborted, with all its work done."""
+    script = f"""
+from torch import distributed
+from advisor.distributed import board
+board.EVERY_S = 0.0
+store = distributed.FileStore({str(tmp_path / "board")!r})
+class Busy:  # it always is such a moment
+    def set(self, key, value):
+        for _ in range(200):
+            store.set(key, value)
+for rank in range(4):
+    board.Watch(Busy(), rank, 4, patience_s=0.0, lost=print)
+for rank in range(4):
+    while not store.check([f"advisor/at/{{rank}}"]):
+        pass
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
