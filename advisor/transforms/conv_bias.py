@@ -113,6 +113,13 @@ class ConvBiasBeforeNorm(Transform):
         return Check(passed=True, detail=f"{ran} of {len(convs)} convolutions ran without their bias", numbers=numbers)
 
 
+def moved_bias(module: torch.nn.Module) -> torch.Tensor | None:
+    """The bias, [C], that this convolution leaves out now, or that this norm puts into its running mean in its place; None of others."""
+    layer = ForwardStack.of(module).get(SUBMODULE)
+    pair = getattr(layer, "__self__", None)
+    return pair.conv.bias.detach() if isinstance(pair, _Pair) and pair.active() else None
+
+
 @dataclass(slots=True, eq=False)
 class _Pair:
     """A convolution and the norm that takes its output."""

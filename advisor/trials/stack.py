@@ -79,6 +79,8 @@ class StackTrial:
             # The first round has no deadline: without it nothing is proved.
             if number > 1 and (verdict.passed is not None or time.time() > self.budget.until):
                 break
+            if number > 1:
+                self.script.say(f"{verdict.detail}; more runs")
             kinds: tuple[str, ...] = (STACK, STACK) if before is not None and number == 1 else proof.ROUND
             what = f"comparing in fresh runs, round {number}"
             if quick and number == 1 and before is None:
@@ -90,6 +92,9 @@ class StackTrial:
                     verdict = self._judge(runs.plain, runs.stack, kept)
                     if proof.clear(verdict):
                         break
+                    self.script.say(
+                        f"{verdict.detail}; more runs" if verdict.passed is None else "more runs, to be sure"
+                    )
                 kinds = kinds[2:]
             self._gather(runs, kinds, kept, what, while_time=bool(runs.plain and runs.stack))
             if self.script.over:

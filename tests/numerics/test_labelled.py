@@ -54,7 +54,7 @@ def test_half_precision_of_a_deep_net_is_judged_layer_by_layer(monkeypatch: pyte
         check = judged(name)
         assert check.passed is False, check
         assert "by itself" in check.detail
-    monkeypatch.setattr(gate, "by_layers", lambda plain, finding, on, off: finding)
+    monkeypatch.setattr(gate, "by_layers", lambda plain, finding, semantics, on, off: finding)
     assert judged().passed is False
 
 

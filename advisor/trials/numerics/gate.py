@@ -181,7 +181,7 @@ def _looked_again(
     hidden = (step.random or step.target_class in ROUNDED) and semantics is not Semantics.EXACT and not step.unusable
     first = hidden and speaks(finding, random=step.random)
     if first:
-        finding = by_layers(step, finding, on, off)
+        finding = by_layers(step, finding, semantics, on, off)
     look_again = yardstick(step, semantics)
     if finding.passed is False and math.isfinite(finding.numbers.get("of_bound", 0.0)) and look_again is not None:
         off()
@@ -194,7 +194,7 @@ def _looked_again(
         if finding.passed is False and semantics is Semantics.REASSOCIATED:
             finding = close_by(step, finding, on, off)
         if hidden and not first and speaks(finding, random=step.random):
-            finding = by_layers(step, finding, on, off)
+            finding = by_layers(step, finding, semantics, on, off)
     if finding.passed and step.random:
         finding = _draws(step, on, off) or finding
     return finding

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from typing import NamedTuple
 
 import torch
@@ -12,12 +13,14 @@ import torch
 from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
+from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.trials.numerics import layers, operations
+from advisor.trials.numerics.appeal import yardstick
 from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
 from advisor.trials.numerics.plain import PlainStep, observe
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER
-from advisor.trials.numerics.seen import Seen, bare, blocks, captured, leaves, observed
+from advisor.trials.numerics.seen import Seen, bare, blocks, captured, inside, leaves, observed
 
 # The gradient that reaches the last layers may be off by this much: what stands behind them has no depth.
 ARRIVES = 0.1
@@ -34,7 +37,9 @@ def speaks(found: Check, *, random: bool) -> bool:
     return math.isfinite(found.numbers.get("of_bound", 0.0)) and "output" not in found.detail.split(" off by")[0]
 
 
-def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Callable[[], None]) -> Check:
+def by_layers(
+    plain: PlainStep, found: Check, semantics: Semantics, on: Callable[[], None], off: Callable[[], None]
+) -> Check:
     """`found`, unless each layer by itself says otherwise; leaves the change on.
 
     A layer that is wrong of itself is a fault, whatever the noise is end to end. And where all that is trained is in layers
@@ -57,16 +62,21 @@ def by_layers(plain: PlainStep, found: Check, on: Callable[[], None], off: Calla
         return found
     if not all(id(p) in judged.told for p in trained):
         return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{judged.alone}")
-    if not _outputs_within(plain, judged.right):
-        return found
-    if captured(plain) and not _as_uncaptured(plain).passed:
-        return found
+    against = _outputs_off(plain, judged.right)
+    if against and (more := yardstick(plain, semantics)) is not None:
+        off()
+        plain.noise += more(plain)
+        on()
+        against = _outputs_off(plain, judged.right)
+    against = against or _captured_off(plain)
+    if against:
+        return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} are right by themselves, but {against}")
     detail = f"{found.detail} in the whole model, and each of {len(judged.right)} layers right by itself"
     return Check(passed=True, detail=detail, numbers={**found.numbers, "of_bound": 1.0})
 
 
-def _outputs_within(plain: PlainStep, right: Set[str]) -> bool:
-    """Whether outputs are within their bounds, and updates of the buffers that no module of these owns."""
+def _outputs_off(plain: PlainStep, right: Set[str]) -> str:
+    """Which output is out of its bounds, or which update of a buffer that no module of these owns; "" for none."""
 
     def counts(group: str) -> bool:
         return group.startswith("output") or (group.startswith("buffer") and group.rpartition(" of ")[2] not in right)
@@ -74,20 +84,38 @@ def _outputs_within(plain: PlainStep, right: Set[str]) -> bool:
     for turn in range(TURNS):
         rolled = turn % 2 == 1
         apart = plain.moved(rolled=rolled, lift=plain.lift)
+        if apart.broken:
+            return apart.broken
         apart.cosine = apart.scale = 1.0
         apart.l2 = {group: value for group, value in apart.l2.items() if counts(group)}
         apart.worst = {group: value for group, value in apart.worst.items() if counts(group)}
-        if apart.broken or worst_ratio(apart, plain.repeats + plain.noise, plain.target_class)[0] > 1.0:
-            return False
-    return True
+        ratio, group, error = worst_ratio(apart, plain.repeats + plain.noise, plain.target_class)
+        if ratio > 1.0:
+            return f"{group} off by {error:.1e}, {ratio:.1f} times the bound"
+    return ""
 
 
-def _as_uncaptured(plain: PlainStep) -> Check:
-    """The check of the captured step against the same change layer by layer, which is known to be right by now.
+def _captured_off(plain: PlainStep) -> str:
+    """What speaks against the captured step, if anything does, where layer by layer the same change is known to be right; "" for nothing.
 
-    What would round anew is no excuse: in a net that carries roundings on that would hide any fault of the graph's.
+    It is held against that. In a net that carries roundings on, kernels that round elsewhere make it another step, of which no size of
+    an error tells anything. Each operation has been judged by itself by then; what is left is how they are joined, and that a replayed
+    graph does what was captured. Neither rounds anew: with PyTorch's operations the captured step is the uncaptured one, and
+    a replay is what it replays.
     """
-    with bare(plain):
+    if not captured(plain) or _same(plain, bare(plain)).passed:
+        return ""
+    modules = list(plain.call.root.module.modules())
+    with operations.by_pytorch(plain):
+        check = _same(plain, bare(plain))
+    if check.passed and any(ForwardStack.of(m).get(GRAPH) is not None for m in modules):
+        check = _same(plain, ForwardStack.without(modules, GRAPH))
+    return "" if check.passed else f"captured it is another step: {check.detail}"
+
+
+def _same(plain: PlainStep, otherwise: contextlib.AbstractContextManager[None]) -> Check:
+    """The check of the step as it is against what it is inside `otherwise`, where nothing rounds anew."""
+    with otherwise:
         step = observe(plain.call, plain.saved, Semantics.REASSOCIATED, plain.target_class, plain.target_class)
     step.noise = []
     return compare(step, Semantics.REASSOCIATED)[0]
@@ -108,7 +136,9 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     """What is told of all layers; leaves the change on."""
     root = plain.call.root.module
     if captured(plain):
-        ratio, what = operations.wrong(plain, operations.observed(plain))
+        calls = operations.observed(plain)
+        with _untuned():
+            ratio, what = operations.wrong(plain, calls)
         if ratio > 1.0:
             return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     modules = leaves(root) | blocks(root)
@@ -119,15 +149,16 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
         return _Layers(f"the gradient of the last layers is off by {far:.1e}")
     wrong = {name for name, told in found.items() if told.wrong()}
     right = found.keys() - wrong
-    inmost = [name for name in wrong if not any(other.startswith(f"{name}.") for other in wrong)]
+    parts = inside(root, found)
+    inmost = {name for name in wrong if not parts[name] & wrong}
 
     def answered(name: str, what: str) -> bool:
         """Whether a module that holds this one is right, and can tell: of what one layer leaves to another (a bias to the norm behind it),
         so that two are wrong, and of buffers, which are its own as well. Gradients of parameters are told of the layer alone.
         """
-        around = [n for n in right if name.startswith(f"{n}.")]
+        around = [n for n in right if name in parts[n]]
         around = [n for n in around if (found[n].back if what.startswith("gradient") else found[n].forward)]
-        several = any(sum(other.startswith(f"{n}.") for other in inmost) > 1 for n in around)
+        several = any(len(parts[n] & inmost) > 1 for n in around)
         alone = what.startswith(BUFFER) or what in found[name].shifted  # a norm without statistics leaves no second one
         return not what.startswith(PARAMETER) and (several or (alone and bool(around)))
 
@@ -147,9 +178,22 @@ def _looked_at(
         seen = observed(plain, modules, plain.lift)
     off()
     plain.saved.restore()
-    with bare(plain):
+    with bare(plain), _untuned():
         found = layers.judge(plain, modules, seen)
         far, lost = layers.arrived(plain, modules, seen)
     plain.saved.restore()
     on()
     return found, seen, far, lost
+
+
+@contextlib.contextmanager
+def _untuned() -> Iterator[None]:
+    """Inside, cuDNN tries no algorithms by time: each layer runs a few times, in layouts that the step may never have (a 3-D ResNet whose
+    script asks for it spent more than 20 s on that).
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before

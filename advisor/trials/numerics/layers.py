@@ -20,7 +20,7 @@ from advisor.trials.numerics.distance import BATCH_ELEMENTS, rows
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER, Rerun
-from advisor.trials.numerics.seen import Layer, Seen, leaves, noting
+from advisor.trials.numerics.seen import Layer, Seen, inside, leaves, noting
 
 # A layer's own roundings: of its inputs, its weights, its output, and sums of them. Products of one layer are off by 0.8 to 1.5 of these.
 _ROUNDINGS = 8.0
@@ -91,14 +91,15 @@ def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, 
     # A sequence computes nothing between its layers, and what holds most of a model is as far from end to end as the model: these only
     # answer for what one layer leaves to another.
     many = sum(not rerun.holds for rerun in again.values()) / 2
+    parts = inside(plain.call.root.module, again)
     later = {
-        n for n, rerun in again.items() if rerun.holds and not own[n] and (_listed(rerun) or _inner(n, again) > many)
+        n
+        for n, rerun in again.items()
+        if rerun.holds and not own[n] and (_listed(rerun) or sum(not again[p].holds for p in parts[n]) > many)
     }
     found = _compared([rerun for name, rerun in again.items() if name not in later])
     wrong = [name for name, told in found.items() if told.wrong()]
-    holding = {
-        name for name in again if name not in seen.uncalled and any(other.startswith(f"{name}.") for other in wrong)
-    }
+    holding = {name for name in again if name not in seen.uncalled and parts[name].intersection(wrong)}
     for name in holding:
         base = _results(again[name])
         if base is not None:
@@ -110,10 +111,6 @@ def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, 
 
 def _listed(rerun: Rerun) -> bool:
     return type(rerun.module) is torch.nn.Sequential
-
-
-def _inner(name: str, again: dict[str, Rerun]) -> int:
-    return sum(other.startswith(f"{name}.") and not rerun.holds for other, rerun in again.items())
 
 
 def _owned(root: Layer, modules: dict[str, Layer]) -> dict[str, list[torch.nn.Parameter]]:

@@ -47,7 +47,6 @@ class Operation:
 def observed(plain: PlainStep) -> list[Operation]:
     """Run the call once with what is on now, and note what the operations in its captured graphs do; empty where there are none."""
     modules = list(plain.call.root.module.modules())
-    layers = [layer for m in modules if isinstance(layer := ForwardStack.of(m).get(CAPTURE), CaptureLayer)]
     calls: list[Operation] = []
     kind, copies = plain.saved.device.type, Copies()
 
@@ -56,7 +55,7 @@ def observed(plain: PlainStep) -> list[Operation]:
 
     with contextlib.ExitStack() as inside:
         inside.enter_context(ForwardStack.without(modules, GRAPH))
-        for layer in layers:
+        for layer in _captures(modules):
             inside.enter_context(layer.running(noted))
         plain.again(lift=plain.lift, rolled=True)
     return calls
@@ -71,12 +70,24 @@ def wrong(plain: PlainStep, calls: Sequence[Operation]) -> tuple[float, str]:
     return worst
 
 
-class _Noting(fx.Interpreter):
-    """Runs a rewritten graph, and notes what its own operations are given and give."""
+@contextlib.contextmanager
+def by_pytorch(plain: PlainStep) -> Iterator[None]:
+    """Inside, captured graphs run with PyTorch's operations in the place of advisor's, and none is replayed."""
+    modules = list(plain.call.root.module.modules())
+    with contextlib.ExitStack() as inside:
+        inside.enter_context(ForwardStack.without(modules, GRAPH))
+        for layer in _captures(modules):
+            inside.enter_context(layer.running(lambda graph: _ByPyTorch(graph).run))
+        inside.enter_context(dispatch.nothing())
+        yield
 
-    def __init__(self, graph: fx.GraphModule, calls: list[Operation], copies: Copies, kind: str) -> None:
-        super().__init__(graph)
-        self.calls, self.copies, self.kind = calls, copies, kind
+
+def _captures(modules: Sequence[torch.nn.Module]) -> list[CaptureLayer]:
+    return [layer for m in modules if isinstance(layer := ForwardStack.of(m).get(CAPTURE), CaptureLayer)]
+
+
+class _Interpreter(fx.Interpreter):
+    """Runs a rewritten graph; no autocast that it enters outlasts it."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         self.entered: list[Any] = []
@@ -88,14 +99,37 @@ class _Noting(fx.Interpreter):
             raise
 
     def run_node(self, node: fx.Node) -> Any:
+        result = super().run_node(node)
+        if node.target is _enter_autocast:
+            self.entered.append(result)
+        elif node.target is _exit_autocast:
+            self.entered.pop()
+        return result
+
+
+class _ByPyTorch(_Interpreter):
+    """Runs a rewritten graph with the functions that its operations stand for."""
+
+    def run_node(self, node: fx.Node) -> Any:
+        function, names = node.meta.get(OPERATION, (None, ()))
+        if function is None:
+            return super().run_node(node)
+        args, kwargs = self.fetch_args_kwargs_from_env(node)
+        plainly = dict(zip(names, args[len(args) - len(names) :], strict=True))
+        return function(*args[: len(args) - len(names)], **kwargs, **plainly)
+
+
+class _Noting(_Interpreter):
+    """Runs a rewritten graph, and notes what its own operations are given and give."""
+
+    def __init__(self, graph: fx.GraphModule, calls: list[Operation], copies: Copies, kind: str) -> None:
+        super().__init__(graph)
+        self.calls, self.copies, self.kind = calls, copies, kind
+
+    def run_node(self, node: fx.Node) -> Any:
         function, names = node.meta.get(OPERATION, (None, ()))
         if function is None or function.__module__.startswith(_TOGETHER):
-            result = super().run_node(node)
-            if node.target is _enter_autocast:
-                self.entered.append(result)
-            elif node.target is _exit_autocast:
-                self.entered.pop()
-            return result
+            return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         plainly = dict(zip(names, args[len(args) - len(names) :], strict=True))
         leaves, shape = pytree.tree_flatten((args[: len(args) - len(names)], {**kwargs, **plainly}))

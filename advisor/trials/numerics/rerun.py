@@ -38,12 +38,21 @@ class Rerun:
         """Whether there are other modules inside."""
         return any(child for child, _ in self.module.named_children() if child != "parametrizations")
 
+    @property
+    def _is_conv(self) -> bool:
+        return isinstance(self.module, torch.nn.modules.conv._ConvNd)
+
+    def _with_bias(self, value: torch.Tensor) -> torch.Tensor:
+        """What lies between a convolution and its norm, [N, C, ...], with the bias that was left out there; any other as it is."""
+        bias = self.seen.biases.get(self.name)
+        return value if bias is None else value.float() + bias.float().view(-1, *[1] * (value.dim() - 2))
+
     def found(self) -> dict[str, torch.Tensor]:
         """What it left with the change on, by result."""
         result: dict[str, torch.Tensor] = {}
         for number, call in enumerate(self.calls):
             assert call.output is not None
-            result[f"output {number}"] = call.output
+            result[f"output {number}"] = self._with_bias(call.output) if self._is_conv else call.output
             for place, value in enumerate(call.inputs):
                 if isinstance(value, torch.Tensor) and place not in call.hidden:
                     result[f"gradient of its input {number}.{place}"] = call.back.get(place, torch.zeros_like(value))
@@ -94,6 +103,8 @@ class Rerun:
             _input(value, place in call.learns, enabled, epsilon, generator) for place, value in enumerate(call.inputs)
         ]
         keywords = _inner(call.keywords, enabled, epsilon, generator)
+        if inputs and isinstance(inputs[0], torch.Tensor) and not self._is_conv:
+            inputs[0] = self._with_bias(inputs[0].detach()).requires_grad_(inputs[0].requires_grad)
         with torch.enable_grad(), torch.autocast(self.plain.saved.device.type, dtype=dtype, enabled=enabled):
             # A layer may work in place on what it is given, which no leaf nor view of one allows.
             given = (v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in inputs)

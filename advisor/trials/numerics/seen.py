@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakIdKeyDictionary
 
+from advisor.transforms.conv_bias import moved_bias
 from advisor.transforms.forward import CAPTURE, GRAPH, ForwardStack
 from advisor.trials.numerics.plain import PlainStep
 
@@ -50,6 +51,8 @@ class Seen:
     altered: set[str] = field(default_factory=set)  # modules whose buffers something else has moved after their calls
     uncalled: dict[str, str] = field(default_factory=dict)  # modules that could not be run by themselves, and why
     scale: float = 1.0  # of gradients inside, against those that the backward pass left
+    # Of convolutions that leave it to the norm behind them, and of those norms: the bias, which is not in what lies between the two.
+    biases: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def bare(plain: PlainStep) -> contextlib.AbstractContextManager[None]:
@@ -77,6 +80,16 @@ def blocks(root: Layer) -> dict[str, Layer]:
         for name, m in found
         if not isinstance(m, kinds) and "parametrizations" not in name and any(m.children())
     }
+
+
+def inside(root: Layer, names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """By each of these modules the others of them that lie inside of it, under whatever name: one module may have several (RAFT's last
+    norm of a block is also the end of its downsampling).
+    """
+    modules = {name: root.get_submodule(name) for name in names}
+    known = {id(module): name for name, module in modules.items()}
+    parts = {name: {known.get(id(part), name) for part in module.modules()} for name, module in modules.items()}
+    return {name: frozenset(found - {name}) for name, found in parts.items()}
 
 
 @contextlib.contextmanager
@@ -129,6 +142,7 @@ def observed(plain: PlainStep, modules: dict[str, Layer], lift: float) -> Seen:
     With the rows in another order: a kernel that fits one batch only was made to fit the one it saw first.
     """
     seen = Seen({name: [] for name in modules}, {})
+    seen.biases = {name: bias.clone() for name, m in modules.items() if (bias := moved_bias(m)) is not None}
     hooks: list[Any] = []
     copies = Copies()
     for name, module in modules.items():

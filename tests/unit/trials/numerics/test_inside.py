@@ -17,7 +17,7 @@ from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
 from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import reference
-from advisor.transforms import capture
+from advisor.transforms import capture, conv_bias
 from advisor.transforms.forward import CAPTURE, ForwardStack
 from advisor.trials.numerics import inside, layers, operations, seen
 
@@ -75,6 +75,38 @@ def test_a_captured_graph_that_is_right_is_no_worse_than_its_layers() -> None:
     loop = loop_of("segmentation, atrous, deep")
     check = loop.judge(Change("right", (*bf16(loop), captured(loop, None)), Semantics.PRECISION))
     assert check.passed, check
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_captured_kernels_that_round_elsewhere_are_no_fault_of_a_deep_net(
+    fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its gradients are another step's then. How the graph is joined is told with PyTorch's operations in it."""
+    loop = loop_of("segmentation, atrous, deep")
+    model = loop.script.models[0]
+    real = reference.batchnorm_act
+
+    def kernel(x: torch.Tensor, *args: Any) -> torch.Tensor:
+        """Rounds up where PyTorch rounds down, in half of the places."""
+        y = real(x, *args)
+        if dispatch.refusal("", ""):
+            return y
+        signs = (torch.arange(y.numel()).view(y.shape) % 2) * 2.0 - 1.0
+        return (y.float() * (1.0 + 2.0**-8 * signs)).to(y.dtype)
+
+    monkeypatch.setattr(reference, "batchnorm_act", kernel)
+    monkeypatch.setattr(inside, "_outputs_off", lambda plain, right: "")  # tested by itself
+    if fault:
+        run = operations._Interpreter.run
+
+        def lost(self: Any, *args: Any, **kwargs: Any) -> Any:
+            return run(self, *(2.0 * arg if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
+
+        monkeypatch.setattr(operations._ByPyTorch, "run", lost)
+    parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
+    check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
+    assert check.passed is not fault, check
+    assert not fault or "captured it is another step" in check.detail
 
 
 @pytest.mark.parametrize("fault", ["", "gradient", "output"])
@@ -161,6 +193,52 @@ def test_a_bias_left_to_the_norm_behind_it_is_no_fault() -> None:
     norm = planted(loop, "frozen statistics", 1)
     check = loop.judge(Change("frozen", (*parts, *bf16(loop), norm), Semantics.PRECISION))
     assert check.passed is False, check
+
+
+def flat() -> Kind:
+    """Convolutions with trained biases, each before a norm, in a model that no block divides."""
+
+    class Flat(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv1, self.norm1 = nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16)
+            self.conv2, self.norm2 = nn.Conv2d(16, 16, 3, padding=1), nn.InstanceNorm2d(16, affine=True)
+            self.head = nn.Linear(16, 5)
+            with torch.no_grad():
+                for conv in (self.conv1, self.conv2):
+                    conv.bias.copy_(torch.randn(16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.relu(self.norm1(self.conv1(x)))
+            x = torch.relu(self.norm2(self.conv2(x)))
+            return self.head(x.mean((2, 3)))
+
+    return Kind("flat", lambda: supervised(Flat(), labelled(), nn.functional.cross_entropy))
+
+
+def test_a_bias_that_is_known_to_be_left_out_is_told_without_a_block_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RAFT's encoders: what holds the two gives several tensors, or is the model."""
+    loop = Loop(flat(), 2)
+    parts = next(change.parts for change in right.changes(loop) if change.name == "bias before norm")
+    check = loop.judge(Change("bf16 and it", (*parts, *bf16(loop)), Semantics.PRECISION))
+    assert check.passed, check
+    monkeypatch.setattr(conv_bias._Pair, "with_whole_mean", lambda self, inner, module: inner)
+    loop = Loop(flat(), 2)
+    parts = next(change.parts for change in right.changes(loop) if change.name == "bias before norm")
+    check = loop.judge(Change("no share of it in the mean", (*parts, *bf16(loop)), Semantics.PRECISION))
+    assert check.passed is False, check
+
+
+def test_a_module_of_two_names_is_inside_of_all_that_hold_it() -> None:
+    """RAFT's blocks have a norm that is also the end of their downsampling."""
+    norm = nn.BatchNorm2d(8)
+    block = nn.Sequential()
+    block.norm, block.down = norm, nn.Sequential(nn.Conv2d(3, 8, 1), norm)
+    root = nn.Sequential(block)
+    parts = seen.inside(root, ["0", "0.norm", "0.down", "0.down.0"])
+    assert parts["0.down"] == {"0.down.0", "0.norm"}
+    assert parts["0"] == {"0.norm", "0.down", "0.down.0"}
+    assert parts["0.norm"] == frozenset()
 
 
 def test_a_bias_that_a_norm_without_statistics_cancels_is_no_fault() -> None:
