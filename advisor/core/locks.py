@@ -15,6 +15,12 @@ def of_user(name: str) -> Path:
     return Path(tempfile.gettempdir()) / f"advisor-{user}-{name}.lock"
 
 
+def is_of_user(path: str) -> bool:
+    """Whether this path, in full, is one of `of_user`."""
+    start, end = os.path.realpath(of_user("").parent) + os.sep + of_user("").name.removesuffix(".lock"), ".lock"
+    return path.startswith(start) and path.endswith(end)
+
+
 @contextlib.contextmanager
 def exclusive(file: Path) -> Iterator[None]:
     """Inside, no other process is inside of `exclusive` of this file; waits for its turn. The file is made, and stays. Not on Windows."""

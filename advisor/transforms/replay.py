@@ -36,12 +36,25 @@ def replaying(root: RootModule, *, hooks: bool = True) -> Iterator[Any]:
     """As `replay`; inside, all is as the forward has left it."""
     device = next((parameter.device for parameter in root.module.parameters()), torch.device("cpu"))
     devices = [device] if device.type == "cuda" else []
-    with torch.no_grad(), _kept(root.module), torch.random.fork_rng(devices, device_type="cuda"):
+    with torch.no_grad(), _kept(root.module), untuned(), torch.random.fork_rng(devices, device_type="cuda"):
         if hooks:
             yield root.module.forward(*root.args, **root.kwargs)
             return
         with _own_hooks_passed_over(root.module):
             yield root.module.forward(*root.args, **root.kwargs)
+
+
+@contextmanager
+def untuned() -> Iterator[None]:
+    """Inside, cuDNN tries no algorithms by time, whatever the script asks for: what runs here runs a few times, in layouts that the step
+    may never have. (A RepLKNet spent 17 s on that, in NHWC, whose depthwise algorithms for 31 x 31 taps are the slowest.)
+    """
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def hooked(module: torch.nn.Module) -> list[str]:

@@ -268,7 +268,7 @@ class Guard:
         text = _real(path)
         if text is None or text.startswith(self._skipped):
             return None
-        return None if in_cache(text) else text
+        return None if in_cache(text) or locks.is_of_user(text) else text
 
     def holds(self, path: object) -> bool:
         """Whether what was set aside lies at or below `path`, or `path` is in there."""

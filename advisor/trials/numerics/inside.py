@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Set
 from typing import NamedTuple
 
 import torch
@@ -14,6 +14,7 @@ from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
 from advisor.transforms.forward import GRAPH, ForwardStack
+from advisor.transforms.replay import untuned
 from advisor.trials.numerics import layers, operations
 from advisor.trials.numerics.appeal import yardstick
 from advisor.trials.numerics.bounds import worst_ratio
@@ -137,7 +138,7 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     root = plain.call.root.module
     if captured(plain):
         calls = operations.observed(plain)
-        with _untuned():
+        with untuned():
             ratio, what = operations.wrong(plain, calls)
         if ratio > 1.0:
             return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
@@ -178,22 +179,9 @@ def _looked_at(
         seen = observed(plain, modules, plain.lift)
     off()
     plain.saved.restore()
-    with bare(plain), _untuned():
+    with bare(plain), untuned():
         found = layers.judge(plain, modules, seen)
         far, lost = layers.arrived(plain, modules, seen)
     plain.saved.restore()
     on()
     return found, seen, far, lost
-
-
-@contextlib.contextmanager
-def _untuned() -> Iterator[None]:
-    """Inside, cuDNN tries no algorithms by time: each layer runs a few times, in layouts that the step may never have (a 3-D ResNet whose
-    script asks for it spent more than 20 s on that).
-    """
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = False
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before

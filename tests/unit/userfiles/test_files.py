@@ -256,6 +256,24 @@ def test_a_name_that_a_file_had_beside_keeps_what_it_was(work, mode, same_disk):
     assert os.path.samefile(work / "log.csv", work / "snapshot" / "log.csv") is same_disk
 
 
+def test_a_lock_of_advisors_own_is_not_told_as_the_scripts_file(work, tmp_path):
+    # A search in two ranks listed the lock under which launchers are compiled among what the script had written.
+    (tmp_path / "temporary").mkdir()
+    run_dir, _ = run(
+        work,
+        f"""
+        import tempfile
+        tempfile.tempdir = {str(tmp_path / "temporary")!r}
+        from advisor.core import locks
+        with locks.exclusive(locks.of_user("native")):
+            pass
+        open(locks.of_user("native").with_suffix(".txt"), "w").write("the script's")
+        """,
+    )
+    told, _ = restore.written(run_dir)
+    assert [Path(name).suffix for name in told] == [".txt"]
+
+
 def test_a_process_that_is_forked_amid_it_holds_nobody_up(work):
     # A loader's worker, while another thread writes its first log line: it has the lock's descriptor for as long as it lives.
     run(
