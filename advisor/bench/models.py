@@ -32,6 +32,7 @@ from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.transforms import registry
 from advisor.trials import planfile, records
+from advisor.trials.options import SearchOptions
 
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
@@ -210,7 +211,7 @@ def _searched(
     name: str, words: tuple[str, ...], *, max_time_s: float, say: Callable[[str], None]
 ) -> tuple[ModelRow, pipeline.ApplyResult]:
     """The row of a whole search, before its baselines."""
-    found = _finished(pipeline.apply(words, auto=True, max_time_s=max_time_s, say=say))
+    found = _finished(pipeline.apply(words, options=SearchOptions(time_s=max_time_s), say=say))
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
     model = found.profile.model
@@ -255,7 +256,7 @@ def _proved(
     searched = known.searched or known.date
     plan = Path(records.PLAN_FILE)
     planfile.write(plan, Plan(script=words[0], argv=words[1:], created=searched, items=items))
-    found = _finished(pipeline.prove(words, plan=plan, max_time_s=max_time_s, say=say))
+    found = _finished(pipeline.prove(words, plan=plan, options=SearchOptions(time_s=max_time_s), say=say))
     if found.log is None or not _stack(found).plain_us:
         raise AdvisorError(f"{known.name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
     kept = tuple(v.transform for v in found.log.verdicts if v.status == KEPT)

@@ -169,3 +169,56 @@ def uncounted(
         for kind, case, of in found
         if any(row.get("units") is None for row in of)
     ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """Which cases are asked for: by `pattern`, of those with `changed` only what is `outdated` on file, with `short_only` what is `short` of a
+    goal there; of all that the `part`.
+    """
+
+    pattern: str = ""
+    changed: bool = False
+    short_only: bool = False
+    part: tuple[int, int] = (1, 1)
+
+    def left(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        baselines: Sequence[str],
+        *,
+        counters: bool = False,
+        host_only: bool = False,
+    ) -> Left:
+        """What is to be done, given these rows on file.
+
+        Raises:
+            AdvisorError: when `pattern` matches nothing.
+        """
+        cases = parted(chosen(self.pattern), self.part)
+        again = self.changed or host_only
+        stale = outdated(cases, rows, baselines if self.changed else ("eager",)) if again else cases
+        if self.short_only:
+            cases = short(cases, rows)
+            if not cases:
+                return Left(why_nothing="no row is short of a goal")
+        current = [one for one in cases if one not in stale]
+        only_count = uncounted(current, rows) if counters else []
+        if host_only:
+            return Left(current, only_count, "" if current else "no row is of the kernels as they are")
+        if self.changed:
+            cases = [one for one in cases if one in stale]
+            if not cases and not only_count:
+                also = ", counted" if counters else ""
+                why = f"every row is of the kernels as they are, beside {' and '.join(baselines)}{also}"
+                return Left(why_nothing=why)
+        return Left(cases, only_count)
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """Cases to be timed, and those with rows that are only to be counted; or why there are neither."""
+
+    cases: Sequence[tuple[Family, Case]] = ()
+    only_count: Sequence[tuple[Family, Case, list[OpRow]]] = ()
+    why_nothing: str = ""

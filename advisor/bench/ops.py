@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from advisor.bench import dispatch_rows, results, timing, units
-from advisor.bench.op_rows import OpRow, chosen, is_compiled, key, keys, merged, outdated, parted, short, uncounted
+from advisor.bench.op_rows import Choice, Left, OpRow, is_compiled, key, keys, merged
 from advisor.bench.placed import placed
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
@@ -50,96 +50,82 @@ class Ceilings:
 
 
 def run(
+    choice: Choice,
     *,
-    pattern: str,
     out: Path | None,
     baselines: tuple[str, ...],
-    changed: bool,
-    short_only: bool,
-    part: tuple[int, int],
     counters: bool,
     host_only: bool = False,
     say: Callable[[str], None],
 ) -> int:
     """Measure, and write after each case into the file's earlier rows, so that an interrupted run leaves what it had.
 
-    With `changed` only what is `outdated` in that file, with `short_only` what it shows `short` of a goal. Of all that the `part`.
-    With `counters` the cases are counted when all of them have been timed: while times are taken the counters are off. With `changed`
-    too, what is of the kernels as they are and `uncounted` is counted without being timed again. With `host_only` of the cases that are
-    on file with the kernels as they are the host's times alone are taken again, and all else of their rows stays.
+    With `counters` the cases are counted when all of them have been timed, and what is only `uncounted` without being timed again. With
+    `host_only` the host's times alone are taken again of what is on file with the kernels as they are.
     A case that fails is told, and the rest goes on; the exit code is then 1. One that cannot be counted is told and keeps its times.
 
     Raises:
-        AdvisorError: without a GPU or, if they are asked for, without its counters (exit code 5), or when `pattern` matches nothing.
+        AdvisorError: without a GPU or, if they are asked for, without its counters (exit code 5), or when no case is named so.
     """
-    cases = parted(chosen(pattern), part)
-    reason = nvrtc.unavailable()
-    if reason:
-        raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    if counters:
-        usable, reason = hardware.preflight()
-        if not usable:
-            raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
+    _check_machine(counters)
     path = out or results.folder() / "ops.json"
     rows = results.on_file(path)
-    stale = outdated(cases, rows, baselines if changed else ("eager",)) if changed or host_only else cases
-    if short_only:
-        cases = short(cases, rows)
-        if not cases:
-            print(f"no row in {path} is short of a goal")
-            return ExitCode.OK
-    current = [one for one in cases if one not in stale]
-    only_count = uncounted(current, rows) if counters else []
-    if host_only:
-        cases = current
-        if not cases:
-            print(f"no row in {path} is of the kernels as they are")
-            return ExitCode.OK
-    elif changed:
-        cases = [one for one in cases if one in stale]
-        if not cases and not only_count:
-            also = ", counted" if counters else ""
-            print(f"every row in {path} is of the kernels as they are, beside {' and '.join(baselines)}{also}")
-            return ExitCode.OK
-    file = _File(path)
-    known = {key(row): row for row in rows}
-    ceilings = Ceilings()
-    say("compiling")
-    launched = dict.fromkeys([*(kind for kind, _ in cases), *(kind for kind, *_ in only_count)])
-    variants = [variant for kind in launched for variant in kind.variants(nvrtc.arch(0))]
-    mine = variants[part[0] - 1 :: part[1]]  # other parts compile the others meanwhile, and leave them in the cache
-    nvrtc.warm([*mine, *variants])
+    left = choice.left(rows, baselines, counters=counters, host_only=host_only)
+    if left.why_nothing:
+        print(f"{path}: {left.why_nothing}")
+        return ExitCode.OK
+    file, known, ceilings = _File(path), {key(row): row for row in rows}, Ceilings()
+    _compile(left, choice.part, say)
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
-    failed: list[str] = []
-    done = [(case, of) for _, case, of in only_count]
-    for number, (kind, case) in enumerate(cases):
-        say(f"measuring {kind.id}: case {number + 1} of {len(cases)}")
+
+    def measured(kind: Family, case: Case) -> list[OpRow]:
+        if host_only:
+            return host_again(case, [storage.from_plain(OpRow, known[k]) for k in keys(case)])
+        return measure(kind, case, ceilings, compiled=is_compiled(case, baselines))
+
+    failed, done = list[str](), [(case, of) for _, case, of in left.only_count]
+    for number, (kind, case) in enumerate(left.cases, 1):
+        say(f"measuring {kind.id}: case {number} of {len(left.cases)}")
         try:
-            if host_only:
-                measured = host_again(case, [storage.from_plain(OpRow, known[k]) for k in keys(case)])
-            else:
-                measured = measure(kind, case, ceilings, compiled=is_compiled(case, baselines))
+            found = measured(kind, case)
         except Exception as error:
             failed.append(f"{kind.id} {case.label}: {first_line(error)}")
             print(failed[-1], flush=True)
             continue
         finally:
             _free()
-        for row in measured:
-            print(row.host_line() if host_only else row.line(), flush=True)
-        file.keep(measured, ceilings)
-        done.append((case, measured))
+        print(*(row.host_line() if host_only else row.line() for row in found), sep="\n", flush=True)
+        file.keep(found, ceilings)
+        done.append((case, found))
     if counters:
         say("counting")
-    for number, counted_rows in enumerate(count(done) if counters else ()):
-        file.keep(counted_rows, ceilings)
-        say(f"counted {number + 1} of {len(done)} cases")
-    if out is None and not failed:
+        for number, counted_rows in enumerate(count(done)):
+            file.keep(counted_rows, ceilings)
+            say(f"counted {number + 1} of {len(done)} cases")
+    if failed:
+        print(f"{len(failed)} of {len(left.cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
+        return ExitCode.FINDINGS
+    if out is None:
         dispatch_rows.write(dispatch_rows.results())
         print(f"{dispatch_table.FILE.name} has what these rows show")
-    if failed:
-        print(f"{len(failed)} of {len(cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
-    return ExitCode.FINDINGS if failed else ExitCode.OK
+    return ExitCode.OK
+
+
+def _check_machine(counters: bool) -> None:
+    if reason := nvrtc.unavailable():
+        raise AdvisorError(f"no benchmark here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
+    if counters:
+        usable, reason = hardware.preflight()
+        if not usable:
+            raise AdvisorError(f"no counters here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
+
+
+def _compile(left: Left, part: tuple[int, int], say: Callable[[str], None]) -> None:
+    """What the cases launch. Other parts compile the others meanwhile, and leave them in the cache."""
+    say("compiling")
+    launched = dict.fromkeys([*(kind for kind, _ in left.cases), *(kind for kind, *_ in left.only_count)])
+    variants = [variant for kind in launched for variant in kind.variants(nvrtc.arch(0))]
+    nvrtc.warm([*variants[part[0] - 1 :: part[1]], *variants])
 
 
 class _File:

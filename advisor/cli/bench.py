@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -11,8 +12,37 @@ from advisor.cli.help import Command
 from advisor.cli.parameters import Duration, Part
 from advisor.cli.progress import Progress
 
+HELP = """Measure the bundled kernels, or whole trainings, on this GPU.
 
-@click.command(cls=Command)
+`ops` times each bundled kernel beside PyTorch's own, and writes the table of what is dispatched. `models` times whole trainings, plain and with a plan. `real` does so for
+other people's trainings, each started by a runner in FOLDER, one per GPU at a time. `hosts` times the CPU side of a small
+network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
+constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
+strides and transposed convolutions.
+
+advisor writes each row of ops, models, real, hosts and conv as soon as it is measured. A new row replaces an earlier row of the
+same case; other rows stay. A runner is a file run_NAME.sh: it makes the data, changes to its folder and starts the script
+after $PREFIX (`exec ${PREFIX:-python3} train.py …`).
+
+\b
+Examples:
+  advisor bench ops --filter batchnorm_act
+  advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
+  advisor bench ops --filter "depthwise bfloat16" --counters
+  advisor bench ops --changed --baseline eager
+  advisor bench ops --short --changed --counters
+  advisor bench ops --host-only
+  CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
+  advisor bench models --filter resnet50 --max-time 4m -o models.json
+  advisor bench models --changed
+  advisor bench real ~/trainings --filter raft,deeplab --max-time 2m
+  advisor bench hosts --filter resnet
+  advisor bench conv --filter channels -o conv.json
+  advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
+"""
+
+
+@click.command(cls=Command, help=HELP)
 @click.option("--filter", "pattern", default="", metavar="TEXT", help="Only the rows whose name contains TEXT.")
 @click.option(
     "-o",
@@ -100,35 +130,8 @@ def bench(
     limit: float,
     runs: Path | None,
 ) -> int:
-    """Measure the bundled kernels, or whole trainings, on this GPU.
-
-    `ops` times each bundled kernel beside PyTorch's own, and writes the table of what is dispatched. `models` times whole trainings, plain and with a plan. `real` does so for
-    other people's trainings, each started by a runner in FOLDER, one per GPU at a time. `hosts` times the CPU side of a small
-    network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
-    constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
-    strides and transposed convolutions.
-
-    advisor writes each row of ops, models, real, hosts and conv as soon as it is measured. A new row replaces an earlier row of the
-    same case; other rows stay. A runner is a file run_NAME.sh: it makes the data, changes to its folder and starts the script
-    after $PREFIX (`exec ${PREFIX:-python3} train.py …`).
-
-    \b
-    Examples:
-      advisor bench ops --filter batchnorm_act
-      advisor bench ops --filter "bn+add+relu bfloat16" --baseline eager
-      advisor bench ops --filter "depthwise bfloat16" --counters
-      advisor bench ops --changed --baseline eager
-      advisor bench ops --short --changed --counters
-      advisor bench ops --host-only
-      CUDA_VISIBLE_DEVICES=1 advisor bench ops --changed --part 2/2
-      advisor bench models --filter resnet50 --max-time 4m -o models.json
-      advisor bench models --changed
-      advisor bench real ~/trainings --filter raft,deeplab --max-time 2m
-      advisor bench hosts --filter resnet
-      advisor bench conv --filter channels -o conv.json
-      advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
-    """
-    from advisor.bench import hosts, models, ops, real, sweep, tune
+    """What HELP says."""
+    from advisor.bench import hosts, models, op_rows, ops, real, sweep, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
@@ -143,47 +146,17 @@ def bench(
     if out is not None:
         output.writable(out)  # said now and not after an hour
     with Progress(live=True) as say:
+        common: dict[str, Any] = {"out": out, "say": say}
+        trainings: dict[str, Any] = {"pattern": pattern, "baselines": names, "max_time_s": max_time, "runs": runs}
         if what == "tune":
-            return int(tune.run(pattern=pattern, out=out, say=say))
+            return int(tune.run(pattern=pattern, **common))
         if what == "conv":
-            return int(sweep.run(pattern=pattern, out=out, say=say))
+            return int(sweep.run(pattern=pattern, **common))
         if folder is not None:
-            return int(
-                real.run(
-                    folder,
-                    pattern=pattern,
-                    out=out,
-                    baselines=names,
-                    max_time_s=max_time,
-                    limit_s=limit,
-                    runs=runs,
-                    say=say,
-                )
-            )
+            return int(real.run(folder, limit_s=limit, **trainings, **common))
         if what == "hosts":
-            return int(hosts.run(pattern=pattern, out=out, say=say))
+            return int(hosts.run(pattern=pattern, **common))
         if what == "ops":
-            return int(
-                ops.run(
-                    pattern=pattern,
-                    out=out,
-                    baselines=names,
-                    changed=changed,
-                    short_only=short_only,
-                    part=part,
-                    counters=counters,
-                    host_only=host_only,
-                    say=say,
-                )
-            )
-        return int(
-            models.run(
-                pattern=pattern,
-                out=out,
-                baselines=names,
-                changed=changed,
-                max_time_s=max_time,
-                runs=runs,
-                say=say,
-            )
-        )
+            choice = op_rows.Choice(pattern=pattern, changed=changed, short_only=short_only, part=part)
+            return int(ops.run(choice, baselines=names, counters=counters, host_only=host_only, **common))
+        return int(models.run(changed=changed, **trainings, **common))

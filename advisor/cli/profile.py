@@ -27,7 +27,28 @@ if TYPE_CHECKING:
     from advisor.pipeline import ProfileResult
 
 
-@click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
+HELP = """Run a training SCRIPT and see where a step's time goes.
+
+The script runs unchanged, with its own interpreter, arguments and stdout. advisor finds the steps by itself, at
+`Optimizer.step`, or at `advisor.step()` in the script. After the measurement advisor stops the script. The exit code is the
+script's own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
+
+advisor removes what the script wrote and puts your files back, on Ctrl-C and after a crash too. Experiment trackers stay
+offline. `advisor apply --help` says what cannot be put back. With --keep-running the run is yours: nothing is put back.
+
+\b
+Examples:
+  advisor profile train.py --lr 0.1
+  advisor profile --steps 50 -o runs/base -m mypackage.train --epochs 1
+  advisor profile -- torchrun --nproc-per-node 4 train.py
+  advisor profile --precision train.py
+  advisor profile --trace rank0.pt.trace.json.gz
+
+The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
+"""
+
+
+@click.command(cls=Command, context_settings=SCRIPT_CONTEXT, help=HELP)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @click.option(
     "--warmup",
@@ -94,25 +115,7 @@ def profile(
     quiet: bool,
     verbose: bool,
 ) -> int:
-    """Run a training SCRIPT and see where a step's time goes.
-
-    The script runs unchanged, with its own interpreter, arguments and stdout. advisor finds the steps by itself, at
-    `Optimizer.step`, or at `advisor.step()` in the script. After the measurement advisor stops the script. The exit code is the
-    script's own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
-
-    advisor removes what the script wrote and puts your files back, on Ctrl-C and after a crash too. Experiment trackers stay
-    offline. `advisor apply --help` says what cannot be put back. With --keep-running the run is yours: nothing is put back.
-
-    \b
-    Examples:
-      advisor profile train.py --lr 0.1
-      advisor profile --steps 50 -o runs/base -m mypackage.train --epochs 1
-      advisor profile -- torchrun --nproc-per-node 4 train.py
-      advisor profile --precision train.py
-      advisor profile --trace rank0.pt.trace.json.gz
-
-    The report goes to stderr; with `--format json` or `md` it goes to stdout after the script's own output.
-    """
+    """What HELP says."""
     if bool(words) == (trace is not None):
         told = "a script and a trace exclude each other; name one" if words else "no script to profile"
         raise click.UsageError(told, click.get_current_context())

@@ -107,14 +107,12 @@ def _change(
     """
     from advisor import pipeline
     from advisor.trials import attempt
+    from advisor.trials.options import SearchOptions
 
     result = pipeline.apply(
         words,
         module=module,
-        auto=True,
-        only=(change,),
-        min_gain=min_gain,
-        max_time_s=max_time,
+        options=SearchOptions(only=(change,), min_gain=min_gain, time_s=max_time),
         out=out,
         say=say,
     )

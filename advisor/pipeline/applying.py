@@ -18,7 +18,8 @@ from advisor.core.transform_table import row
 from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.profiling import ProfileResult, profile_script
 from advisor.pipeline.shared import Say, begin_run, check_rules, evaluate_run, shown_path, write_report
-from advisor.runs import FINDINGS_FILE, PROFILE_FILE, find_plan, load_run
+from advisor.runs import FINDINGS_FILE, PROFILE_FILE, LoadedRun, find_plan, load_run
+from advisor.trials.options import USUAL, USUAL_TIME_S, SearchOptions
 from advisor.trials.records import OUTPUT_FILE
 
 if TYPE_CHECKING:
@@ -31,9 +32,6 @@ if TYPE_CHECKING:
     from advisor.trials.search import Search
 
 
-USUAL_TIME_S = 600.0  # of a search
-
-
 # Its first profile takes at most a tenth of that behind the script's own start, or half a minute where that is more: `pace` is of what the
 # windows of slow steps take together, with the reading of the trace.
 PROFILE_SHARE, PROFILE_LEAST_S, USUAL_WINDOWS_S = 0.1, 30.0, 130.0
@@ -43,16 +41,10 @@ def apply(
     words: Sequence[str] = (),
     *,
     module: bool = False,
-    auto: bool = False,
+    options: SearchOptions = USUAL,
     ask: Ask | None = None,
     dry_run: bool = False,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    min_gain: float = 0.01,
-    max_time_s: float = USUAL_TIME_S,
-    max_pairs: int = 20,
     out: Path | None = None,
-    rules_dirs: Sequence[Path] = (),
     share: int = 1,
     say: Say,
 ) -> ApplyResult:
@@ -60,7 +52,9 @@ def apply(
 
     What was kept is profiled in its turn, and what the rules recommend then is tried in a round of its own: trials/rounds.py.
 
-    `share`: the process trains on what one of so many ranks would be given of each batch.
+    Args:
+        ask: asked before each candidate; None tries all of them (`--auto`).
+        share: the process trains on what one of so many ranks would be given of each batch.
 
     Exit code: 0 when something was kept or nothing was to be done, 4 when noise, time or the user's answers left that open, the
     script's own when it failed before anything could be measured.
@@ -72,12 +66,9 @@ def apply(
     from advisor.distributed import starting
     from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.beside.relay import Relay
-    from advisor.reporting import wording
 
-    check_names(only, skip)
-    if not auto and ask is None and not dry_run:
-        raise AdvisorError("neither --auto nor a way to ask", fix="Use --auto.")
-    check_rules(rules_dirs)
+    check_names(options)
+    check_rules(options.rules_dirs)
     source = None if words else load_run("last")
     if source is not None:
         words, module = (source.profile.script, *source.profile.argv), False
@@ -86,43 +77,19 @@ def apply(
         command = starting.one_of(command, share)
     run_dir = begin_run(command.name, out, say)
     with contextlib.closing(Relay()) as relay:
-        work = _Applying(
-            command=command,
-            run_dir=run_dir,
-            relay=relay,
-            only=only,
-            skip=skip,
-            ask=None if auto else ask,
-            min_gain=min_gain,
-            max_time_s=max_time_s,
-            max_pairs=max_pairs,
-            rules_dirs=rules_dirs,
-            say=say,
-        )
+        work = _Applying(command=command, run_dir=run_dir, relay=relay, options=options, ask=ask, say=say)
         if source is None:
-            result = work.profile(goes_on=auto and not dry_run)
+            result = work.profile(goes_on=ask is None and not dry_run)
             if result.profile is None or result.findings is None or result.exit_code:
                 return work.not_measured(result)
             measured, found = result.profile, result.findings
         else:
-            measured = source.profile
-            found = evaluate_run(measured, run_dir, rules_dirs=rules_dirs)
-            say(f"starting from {shown_path(source.run_dir)}")
-            storage.save(run_dir / PROFILE_FILE, measured)
-            storage.save(run_dir / FINDINGS_FILE, found)
-        _check_kind(only, measured)
-        candidates = _chosen(found.recommendations, only, skip)
-        forward = measured.step_kind == "forward"
-        if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
-            say(why)
-            exit_code = int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
-            return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=found)
-        if dry_run:
-            found = replace(found, recommendations=candidates)
-            return ApplyResult(run_dir=run_dir, exit_code=0, profile=measured, findings=found)
-        if not candidates and not measured.complete and measured.model.world_size == 1:
-            say("too few steps were measured to say what would help; let the script train for longer")
-            return ApplyResult(run_dir=run_dir, exit_code=int(ExitCode.INCONCLUSIVE), profile=measured, findings=found)
+            measured, found = work.start_from(source)
+        _check_kind(options.only, measured)
+        candidates = options.chosen(found.recommendations)
+        if (exit_code := work.nothing_to_try(candidates, measured, dry_run=dry_run)) is not None:
+            shown = replace(found, recommendations=candidates) if dry_run else found
+            return ApplyResult(run_dir=run_dir, exit_code=exit_code, profile=measured, findings=shown)
         if measured.model.world_size > 1:
             return work.search_in_ranks(candidates, measured, found)
         return work.search(candidates, measured, found)
@@ -135,19 +102,15 @@ class _Applying:
     command: ScriptCommand
     run_dir: Path
     relay: Relay
-    only: Sequence[str]
-    skip: Sequence[str]
+    options: SearchOptions
     ask: Ask | None
-    min_gain: float
-    max_time_s: float
-    max_pairs: int
-    rules_dirs: Sequence[Path]
     say: Say
     handover: Handover | None = None
     _started: float = field(default_factory=time.monotonic)
 
     def profile(self, *, goes_on: bool) -> ProfileResult:
         """The first profile. `goes_on`: its process is the first of the search."""
+        from advisor.loop.session import Session
         from advisor.profiling.beside import bytecode
         from advisor.trials import budget
         from advisor.trials.beforehand import compile_ahead
@@ -156,22 +119,48 @@ class _Applying:
         self.handover = Handover(self._orders, self.run_dir) if goes_on else None
         return profile_script(
             self.command,
-            self.run_dir,
-            warmup=10,
-            steps=20,
-            detail_steps=3,
-            keep_running=False,
-            counters=True,
-            rules_dirs=self.rules_dirs,
+            Session(
+                mode="profile",
+                run_dir=str(self.run_dir),
+                script=self.command.words[0],
+                argv=self.command.words[1:],
+                pace=min(1.0, max(PROFILE_LEAST_S, PROFILE_SHARE * self.options.time_s) / USUAL_WINDOWS_S),
+                first_step_s=self.options.time_s,
+                settle_s=budget.settle_s(self.options.time_s),
+            ),
+            rules_dirs=self.options.rules_dirs,
             say=self.say,
             searched=True,
-            pace=min(1.0, max(PROFILE_LEAST_S, PROFILE_SHARE * self.max_time_s) / USUAL_WINDOWS_S),
-            first_step_s=self.max_time_s,
-            settle_s=budget.settle_s(self.max_time_s),
             on_machine=compile_ahead,
             handover=self.handover,
             launch=functools.partial(self.relay, environment=bytecode.variables()),
         )
+
+    def start_from(self, source: LoadedRun) -> tuple[StepProfile, Findings]:
+        """The profile of an earlier run, with what the rules say to it now, is this run's."""
+        measured = source.profile
+        found = evaluate_run(measured, self.run_dir, rules_dirs=self.options.rules_dirs)
+        self.say(f"starting from {shown_path(source.run_dir)}")
+        storage.save(self.run_dir / PROFILE_FILE, measured)
+        storage.save(self.run_dir / FINDINGS_FILE, found)
+        return measured, found
+
+    def nothing_to_try(
+        self, candidates: Sequence[Recommendation], measured: StepProfile, *, dry_run: bool
+    ) -> int | None:
+        """The exit code where it ends with the profile, with the reason said; None where the candidates are to be tried."""
+        from advisor.reporting import wording
+
+        forward = measured.step_kind == "forward"
+        if (why := wording.refused(measured, "advisor")) and (forward or not dry_run):
+            self.say(why)
+            return int(ExitCode.OK if forward else ExitCode.INCONCLUSIVE)
+        if dry_run:
+            return int(ExitCode.OK)
+        if not candidates and not measured.complete and measured.model.world_size == 1:
+            self.say("too few steps were measured to say what would help; let the script train for longer")
+            return int(ExitCode.INCONCLUSIVE)
+        return None
 
     def not_measured(self, result: ProfileResult) -> ApplyResult:
         """The script has failed, or shown too little."""
@@ -217,15 +206,13 @@ class _Applying:
             AdvisorError: without --auto, for nobody can be asked in the middle of all of them.
         """
         from advisor.pipeline.script_ranks import search_script
-        from advisor.trials.in_ranks import How
 
         if self.ask is not None:
             world = measured.model.world_size
             raise AdvisorError(f"the script trains in {world} processes", expected="--auto", fix="Use --auto.")
-        how = How(only=self.only, skip=self.skip, min_gain=self.min_gain, max_pairs=self.max_pairs)
-        until_s = self._started + self.max_time_s + (measured.start_s or 0.0)
+        until_s = self._started + self.options.time_s + (measured.start_s or 0.0)
         return search_script(
-            self.command, self.run_dir, candidates, (measured, found), how, until_s=until_s, say=self.say
+            self.command, self.run_dir, candidates, (measured, found), self.options, until_s=until_s, say=self.say
         )
 
     def _begin(self, measured: StepProfile) -> Search:
@@ -235,28 +222,27 @@ class _Applying:
         profiled_s, before_s = now - self._started, measured.start_s or 0.0
         if self.handover is not None and self.handover.first_step is not None:
             before_s = self.handover.first_step - self._started  # the machine was measured too, once
-        return begin(
+        # What the script itself takes to its first step is its own time, not the search's.
+        left_s = max(0.0, self.options.time_s - profiled_s + before_s)
+        search = begin(
             self.command,
             measured,
+            options=replace(self.options, time_s=left_s),
             ask=self.ask,
-            min_gain=self.min_gain,
-            # What the script itself takes to its first step is its own time, not the search's.
-            max_time_s=max(0.0, self.max_time_s - profiled_s + before_s),
-            profiled_s=profiled_s,
-            before_s=before_s,
-            max_pairs=self.max_pairs,
             recommend=self._asked_anew,
             run_dir=self.run_dir,
             say=self.say,
             launch=self.relay,
         )
+        search.profiled_s, search.before_s = profiled_s, before_s
+        return search
 
     def _asked_anew(self, again: StepProfile, folder: Path) -> Sequence[Recommendation]:
         """What the rules say to a later round's profile."""
-        found = evaluate_run(again, folder, rules_dirs=self.rules_dirs)
+        found = evaluate_run(again, folder, rules_dirs=self.options.rules_dirs)
         storage.save(folder / PROFILE_FILE, again)
         storage.save(folder / FINDINGS_FILE, found)
-        return _chosen(found.recommendations, self.only, self.skip)
+        return self.options.chosen(found.recommendations)
 
     def _orders(self, measured: StepProfile, found: Findings) -> tuple[Search, Session] | None:
         """The search, and the orders of its first process, for the one that was profiled; None where nothing is to be tried."""
@@ -266,8 +252,8 @@ class _Applying:
             return None  # its changes are on from the start
         if measured.model.world_size > 1:
             return None  # all ranks go on together, or none
-        _check_kind(self.only, measured)
-        candidates = _chosen(found.recommendations, self.only, self.skip)
+        _check_kind(self.options.only, measured)
+        candidates = self.options.chosen(found.recommendations)
         if not candidates or measured.step_kind == "forward" or wording.refused(measured, "advisor"):
             return None
         search = self._begin(measured)
@@ -280,16 +266,14 @@ def prove(
     *,
     plan: Path,
     module: bool = False,
-    only: Sequence[str] = (),
-    skip: Sequence[str] = (),
-    max_time_s: float = USUAL_TIME_S,
+    options: SearchOptions = USUAL,
     out: Path | None = None,
     say: Say,
 ) -> ApplyResult:
     """Prove a plan (its file, the folder of its run, or `last`) again, here and now, without a profile or a search, and write
     trials.json and plan.yaml: trials/prove.py.
 
-    Without words the script is the plan's own. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
+    Without words the script is the plan's own. Of the options `only`, `skip` and `time_s` are asked. Exit code: 0 when the plan, or some of it, is proved, or nothing of it holds; 4 when
     that was left open; the script's own where it fails before it is measured.
 
     Raises:
@@ -301,11 +285,11 @@ def prove(
     from advisor.trials import planfile
     from advisor.trials.prove import TO_PROVE, prove_plan, wanted
 
-    check_names(only, skip)
+    check_names(options)
     command = ScriptCommand.parse(words, module=module) if words else None
     named = command.name if command is not None else ""
     found = find_plan(plan, lambda known: any(item.status in TO_PROVE for item in known.items), named)[1]
-    loaded = wanted(found, only=only, skip=skip)
+    loaded = wanted(found, only=options.only, skip=options.skip)
     if command is None:
         command = ScriptCommand.parse((loaded.script, *loaded.argv))
     if other := planfile.another_script(loaded, command.name):
@@ -315,7 +299,7 @@ def prove(
         command,
         loaded,
         environment=planfile.environment_text(environment.probe()),
-        max_time_s=max_time_s,
+        max_time_s=options.time_s,
         run_dir=run_dir,
         say=say,
     )
@@ -341,7 +325,7 @@ def try_patch(
     from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.patched import try_patch
 
-    check_names((), ())
+    check_names(USUAL)
     command = ScriptCommand.parse(words, module=module)
     run_dir = begin_run(command.name, out, say)
     return try_patch(
@@ -349,7 +333,7 @@ def try_patch(
     )
 
 
-def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
+def check_names(options: SearchOptions) -> None:
     """Said before any work: changes that do not exist, and that none may be made.
 
     Raises:
@@ -357,7 +341,7 @@ def check_names(only: Sequence[str], skip: Sequence[str]) -> None:
     """
     from advisor.loop.session import DISABLE_VARIABLE, disabled
 
-    for name in (*only, *skip):
+    for name in (*options.only, *options.skip):
         row(name)
     if disabled():
         raise AdvisorError(f"{DISABLE_VARIABLE} is set, so nothing can be tried", fix="Unset it for this command.")
@@ -376,17 +360,3 @@ def _check_kind(only: Sequence[str], measured: StepProfile) -> None:
                 f"{name} is for loops of {'PyTorch' if alone else 'CuPy alone'}, and this loop is {'CuPy' if alone else 'PyTorch'}'s",
                 fix="Leave it out.",
             )
-
-
-def _chosen(
-    recommendations: Sequence[Recommendation], only: Sequence[str], skip: Sequence[str]
-) -> tuple[Recommendation, ...]:
-    """What to try. A transform named in `only` is tried even when no rule asked for it: the user did."""
-    chosen = [r for r in recommendations if r.transform not in skip and (not only or r.transform in only)]
-    known = {r.transform for r in chosen}
-    chosen += [
-        Recommendation(transform=name, title=row(name).title, reason="named with --only")
-        for name in only
-        if name not in known and name not in skip
-    ]
-    return tuple(chosen)

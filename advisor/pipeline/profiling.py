@@ -29,6 +29,7 @@ from advisor.trials.records import OUTPUT_FILE
 if TYPE_CHECKING:
     from advisor.core.environment import Environment
     from advisor.loop.session import Session
+    from advisor.profiling.beside.command import ScriptCommand
     from advisor.profiling.beside.launcher import Exit
     from advisor.trials.handover import Handover
     from advisor.trials.script import Launch
@@ -59,58 +60,39 @@ def profile(
     *,
     module: bool = False,
     out: Path | None = None,
-    warmup: int = 10,
-    steps: int = 20,
-    detail_steps: int = 3,
-    keep_running: bool = False,
-    counters: bool = True,
-    precision: bool = False,
     rules_dirs: Sequence[Path] = (),
     say: Say,
+    **windows: Any,
 ) -> ProfileResult:
     """Run the script, measure it, and write profile.json, findings.json and report.html. Exit code: the script's own.
 
     Its files are as they were afterwards, and one line says which were put back; not with `keep_running`, where the run is the user's.
 
+    Args:
+        windows: fields of loop.session.Session: warmup, steps, detail_steps, keep_running, counters, precision.
+
     Raises:
         AdvisorError: for a script that cannot be started or a folder that cannot be written.
     """
+    from advisor.loop.session import Session
     from advisor.profiling.beside.command import ScriptCommand
 
     command = ScriptCommand.parse(words, module=module)
     check_rules(rules_dirs)
     run_dir = new_run_dir(command.name, out)
     recover_pending(say)
-    return profile_script(
-        command,
-        run_dir,
-        warmup=warmup,
-        steps=steps,
-        detail_steps=detail_steps,
-        keep_running=keep_running,
-        counters=counters,
-        precision=precision,
-        rules_dirs=rules_dirs,
-        say=say,
-    )
+    script, *argv = command.words
+    orders = Session(mode="profile", run_dir=str(run_dir), script=script, argv=tuple(argv), **windows)
+    return profile_script(command, orders, rules_dirs=rules_dirs, say=say)
 
 
 def profile_script(
-    command: Any,
-    run_dir: Path,
+    command: ScriptCommand,
+    orders: Session,
     *,
-    warmup: int,
-    steps: int,
-    detail_steps: int,
-    keep_running: bool,
-    counters: bool,
     rules_dirs: Sequence[Path],
     say: Say,
-    precision: bool = False,
     searched: bool = False,
-    pace: float = 1.0,
-    first_step_s: float = 0.0,
-    settle_s: float = 0.0,
     on_machine: Callable[[Environment], object] = lambda machine: None,
     handover: Handover | None = None,
     launch: Launch | None = None,
@@ -118,8 +100,7 @@ def profile_script(
     """Measure the script, for its own sake or (`searched`) as a search begins.
 
     Args:
-        first_step_s: no step is waited for beyond this; 0 for as long as the script runs.
-        settle_s: of a process that goes on, where its loader has workers: no step is timed before so many seconds behind the first.
+        orders: the run folder and what is to be measured; what depends on the machine is filled in here.
         on_machine: called as soon as it is known what machine this is, before the script starts.
         handover: the process goes on as a search, where there is something to try; its end is told there, and ours is the profile.
         launch: as `launcher.launch`, which is what starts the script by default.
@@ -127,107 +108,132 @@ def profile_script(
     Raises:
         AdvisorError: also where advisor has switched itself off, with exit code 3, or was sure that no step would come, with 4.
     """
-    from advisor.loop.records import MEASURED, SAMPLES_FILE
-    from advisor.loop.session import Session, disabled
-    from advisor.loop.waiting import STEP, patience_s
     from advisor.profiling.beside import launcher
-    from advisor.profiling.beside.sampler import Sampler
-    from advisor.profiling.machine import counters as hardware
     from advisor.profiling.machine import environment
-    from advisor.trials import fresh
-    from advisor.userfiles import owners, restore
+    from advisor.userfiles import restore
 
-    launch = launch or launcher.launch
     say("measuring this machine (once)")
     machine = environment.probe()
     on_machine(machine)
-    refused = ""
-    if counters and machine.device == "cuda":
+    orders, refused = _on_machine(orders, machine, handover)
+    run_dir = orders.folder
+    say(f"running {command.name}; results go to {shown_path(run_dir)}")
+    told = (f"no hardware counters: {refused}",) if refused else ()
+    work = _Measuring(command, orders, machine, rules_dirs, say, handover, told)
+    work.sampler.start()
+    try:
+        # What a search's run prints is in its folder, so that it does not run into what we say.
+        ended, again = work.run(launch or launcher.launch, output=run_dir / OUTPUT_FILE if searched else None)
+    finally:
+        restored = restore_files(run_dir, say)
+        work.sampler.stop()
+        if line := restore.told(run_dir):
+            say(line)
+    if handover is not None and handover.search is not None and work.handed is not None:
+        handover.search.script.displaced = not restored
+        handover.ended(ended)
+        return work.handed
+    if orders.protect_files and not restored:
+        fix = f"Make room for them, and run `advisor doctor --recover {shown_path(run_dir)}`."
+        raise AdvisorError(f"files that were set aside in {shown_path(run_dir)} could not be put back", fix=fix)
+    if searched and ended.interrupted:
+        raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
+    check_measured(ended, thrown_away=not orders.keep_running)
+    notes = {
+        "the script's process hung as it exited, after it was measured, so advisor ended it": ended.hung,
+        "the script ends early, so this was measured in a second run, with fewer steps": again,
+    }
+    told = (*(note for note, is_so in notes.items() if is_so), *told)
+    return _read(run_dir, machine, rules_dirs, say, start_s=ended.first_step_s, ended=ended, notes=told)
+
+
+def _on_machine(orders: Session, machine: Environment, handover: Handover | None) -> tuple[Session, str]:
+    """The orders as they can be followed on this machine; and why hardware counters, that were asked for, cannot be read."""
+    from advisor.loop.session import disabled
+    from advisor.profiling.machine import counters as hardware
+    from advisor.trials import fresh
+
+    counters, refused = orders.counters and machine.device == "cuda", ""
+    if counters:
         counters, refused = hardware.preflight()
-    protects = not keep_running and not disabled()
-    session = Session(
-        mode="profile",
-        run_dir=str(run_dir),
-        script=command.words[0],
-        argv=command.words[1:],
-        warmup=warmup,
-        steps=steps,
-        detail_steps=detail_steps,
-        pace=pace,
-        keep_running=keep_running,
-        first_step_s=first_step_s,
+    return replace(
+        orders,
+        counters=counters,
         hands_over=handover is not None,
         seed=fresh.SEED if handover is not None else None,
-        settle_s=settle_s,
-        counters=counters and machine.device == "cuda",
-        precision=precision,
-        course=not keep_running
-        and handover is None
-        and pace == 1.0,  # it resets the allocator's peaks, and takes a step
-        protect_files=protects,
-    )
-    say(f"running {command.name}; results go to {shown_path(run_dir)}")
-    sampler = Sampler(gpu=machine.gpu_uuid or None, path=run_dir / SAMPLES_FILE)
-    sampler.start()
-    began, first_s = time.monotonic(), 0.0
-    handed: ProfileResult | None = None
-    told = (f"no hardware counters: {refused}",) if refused else ()
-    tell = progress_teller(say)
+        # It resets the allocator's peaks, and takes a step.
+        course=not orders.keep_running and handover is None and orders.pace == 1.0,
+        protect_files=not orders.keep_running and not disabled(),
+    ), refused
 
-    def on_progress(event: dict[str, Any]) -> None:
-        nonlocal first_s, handed
+
+class _Measuring:
+    """The runs of one profile.
+
+    Attributes:
+        handed: what was measured before the script's process went on as a search.
+    """
+
+    def __init__(
+        self,
+        command: ScriptCommand,
+        orders: Session,
+        machine: Environment,
+        rules_dirs: Sequence[Path],
+        say: Say,
+        handover: Handover | None,
+        told: Sequence[str],
+    ) -> None:
+        from advisor.loop.records import SAMPLES_FILE
+        from advisor.profiling.beside.sampler import Sampler
+
+        self._command, self._orders, self._machine, self._rules_dirs = command, orders, machine, rules_dirs
+        self._say, self._handover, self._told = say, handover, told
+        self._tell = progress_teller(say)
+        self.sampler = Sampler(gpu=machine.gpu_uuid or None, path=orders.folder / SAMPLES_FILE)
+        self.handed: ProfileResult | None = None
+        self._began, self._first_s = time.monotonic(), 0.0
+
+    def run(self, launch: Launch, *, output: Path | None) -> tuple[Exit, bool]:
+        """How the script ended, and whether it was started again, with windows that fit into the steps it makes."""
+        from advisor.loop.waiting import patience_s
+        from advisor.userfiles import owners
+
+        run_dir = self._orders.folder
+        if self._orders.protect_files:
+            owners.hold(run_dir)
+        limit = self._handover.timeout_s if self._handover is not None else None
+        ended = launch(self._command, self._orders, on_progress=self._progress, output=output, timeout_s=limit)
+        over = self.handed is not None or ended.interrupted or ended.fault or ended.gave_up
+        shorter = None if over else shorter_session(self._orders, ended.code)
+        if shorter is None or not restore_files(run_dir, self._say):
+            return ended, False
+        owners.hold(run_dir)
+        self._say("the script ended before everything was measured; measuring again, with fewer steps")
+        shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s), hands_over=False)
+        launch(self._command, shorter, on_progress=self._tell, output=run_dir / OUTPUT_FILE)
+        return ended, True
+
+    def _progress(self, event: dict[str, Any]) -> None:
+        """What the script's process tells: to the user, and of a search that it goes on as, to that."""
+        from advisor.loop.records import MEASURED
+        from advisor.loop.waiting import STEP
+
+        handover = self._handover
         if handover is not None and handover.search is not None:
             handover.search.script.told(event)
             return
-        tell(event)
+        self._tell(event)
         if event.get("event") == STEP:
-            first_s = time.monotonic() - began
+            self._first_s = time.monotonic() - self._began
             if handover is not None:
                 handover.first_step = time.monotonic()
         if event.get("event") == MEASURED and handover is not None:
-            sampler.stop()
-            handed = _read(run_dir, machine, rules_dirs, say, start_s=first_s, notes=told)
-            handover.give(handed.profile, handed.findings)
-
-    try:
-        # What a search's run prints is in its folder, so that it does not run into what we say.
-        output = run_dir / OUTPUT_FILE if searched else None
-        if protects:
-            owners.hold(run_dir)
-        limit = handover.timeout_s if handover is not None else None
-        ended = launch(command, session, on_progress=on_progress, output=output, timeout_s=limit)
-        over = handed is not None or ended.interrupted or ended.fault or ended.gave_up
-        shorter = None if over else shorter_session(session, ended.code)
-        if shorter is not None and not restore_files(run_dir, say):
-            shorter = None
-        if shorter is not None:
-            owners.hold(run_dir)
-            say("the script ended before everything was measured; measuring again, with fewer steps")
-            shorter = replace(shorter, first_step_s=patience_s(ended.first_step_s), hands_over=False)
-            launch(command, shorter, on_progress=tell, output=run_dir / OUTPUT_FILE)
-    finally:
-        restored = restore_files(run_dir, say)
-        sampler.stop()
-        if line := restore.told(run_dir):
-            say(line)
-    if handover is not None and handover.search is not None and handed is not None:
-        handover.search.script.displaced = not restored
-        handover.ended(ended)
-        return handed
-    if protects and not restored:
-        raise AdvisorError(
-            f"files that were set aside in {shown_path(run_dir)} could not be put back",
-            fix=f"Make room for them, and run `advisor doctor --recover {shown_path(run_dir)}`.",
-        )
-    if searched and ended.interrupted:
-        raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
-    check_measured(ended, thrown_away=not keep_running)
-    notes = []
-    if ended.hung:
-        notes.append("the script's process hung as it exited, after it was measured, so advisor ended it")
-    if shorter is not None:
-        notes.append("the script ends early, so this was measured in a second run, with fewer steps")
-    return _read(run_dir, machine, rules_dirs, say, start_s=ended.first_step_s, ended=ended, notes=(*notes, *told))
+            self.sampler.stop()
+            self.handed = _read(
+                self._orders.folder, self._machine, self._rules_dirs, self._say, start_s=self._first_s, notes=self._told
+            )
+            handover.give(self.handed.profile, self.handed.findings)
 
 
 def _read(

@@ -16,7 +16,7 @@ from advisor.pipeline.shared import Say, write_report
 
 if TYPE_CHECKING:
     from advisor.profiling.beside.command import ScriptCommand
-    from advisor.trials.in_ranks import How
+    from advisor.trials.options import SearchOptions
 
 # Of the time that is left behind the profile, what the search has; the rest is for fresh processes that prove what it keeps.
 SEARCH_SHARE, LEAST_SEARCH_S = 0.6, 60.0
@@ -28,7 +28,7 @@ def search_script(
     run_dir: Path,
     recommendations: Sequence[Recommendation],
     profiled: tuple[StepProfile, Findings],
-    how: How,
+    options: SearchOptions,
     *,
     until_s: float,
     say: Say,
@@ -45,12 +45,12 @@ def search_script(
     measured, found = profiled
     say(f"the script trains in {measured.model.world_size} processes: each change is tried in all of them at once")
     candidates = in_ranks.switchable(planner.order(recommendations, measured)) + in_ranks.how_sent()
-    how = replace(how, time_s=max(LEAST_SEARCH_S, SEARCH_SHARE * (until_s - began)))
-    searched = in_ranks.search(command, candidates, (), run_dir, how, say=say)
+    options = replace(options, time_s=max(LEAST_SEARCH_S, SEARCH_SHARE * (until_s - began)))
+    searched = in_ranks.search(command, candidates, (), run_dir, options, say=say)
     fired = [finding.rule for finding in found.findings if finding.outcome is Outcome.FIRED]
     started = in_ranks.from_the_start(fired, measured.model.backend)
-    how = replace(how, time_s=max(0.0, START_SHARE * (until_s - time.monotonic())))
-    searched = in_ranks.start_anew(command, started, searched, run_dir, how, say=say)
+    options = replace(options, time_s=max(0.0, START_SHARE * (until_s - time.monotonic())))
+    searched = in_ranks.start_anew(command, started, searched, run_dir, options, say=say)
     environment = planfile.environment_text(measured.environment)
     plan = in_ranks.plan_of(command, searched, run_dir, environment=environment)
     if searched.kept and not searched.interrupted:

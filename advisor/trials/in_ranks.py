@@ -23,27 +23,13 @@ from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import outcome, planfile, planner, records, spent
 from advisor.trials.fresh import FreshRuns
+from advisor.trials.options import SearchOptions
 from advisor.trials.pairs import try_in_pairs
 from advisor.trials.script import GRACE_S, Launch, Say, Script
 from advisor.userfiles import owners
 
 STARTS = 2
 TRIAL_S = 120.0  # what a first step with a change may take
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class How:
-    """What the user has asked for: options of `apply`, and how long the search may take."""
-
-    only: Sequence[str] = ()
-    skip: Sequence[str] = ()
-    min_gain: float = 0.01
-    max_pairs: int = 20
-    time_s: float = 240.0
-
-    def wants(self, candidate: Recommendation) -> bool:
-        """Whether it is to be tried."""
-        return candidate.transform not in self.skip and (not self.only or candidate.transform in self.only)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +110,7 @@ def search(
     candidates: Sequence[Recommendation],
     kept: Sequence[PlanItem],
     run_dir: Path,
-    how: How,
+    options: SearchOptions,
     *,
     say: Say,
     launch: Launch | None = None,
@@ -133,13 +119,13 @@ def search(
 
     Where a rank is lost its name is said, and what was kept until then stays.
     """
-    wanted = list({records.attempt(c): c for c in candidates if how.wants(c)}.values())
+    wanted = list({records.attempt(c): c for c in candidates if options.wants(c)}.values())
     if not wanted:
         return Searched()
     say(f"{counted(len(wanted), 'change')} to try in all ranks")
     owners.hold(run_dir)
     script = Script(command, run_dir, launch or launcher.launch, say)
-    early = _tried(script, wanted, kept, how)
+    early = _tried(script, wanted, kept, options)
     script.put_back()
     why = early or script.why_over or "no time was left, or the script ended before"
     records.skip(run_dir, records.untried(run_dir, wanted), why)
@@ -148,9 +134,9 @@ def search(
     return Searched(kept=found_kept(verdicts), early=early, script=script)
 
 
-def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[PlanItem], how: How) -> str:
+def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[PlanItem], options: SearchOptions) -> str:
     """Start the script for them, and once more where a rank was lost in a trial; what ended the search early."""
-    run_dir, deadline, early = script.run_dir, time.time() + how.time_s, ""
+    run_dir, deadline, early = script.run_dir, time.time() + options.time_s, ""
     for start in range(STARTS):
         left = records.untried(run_dir, wanted)
         if not left or time.time() >= deadline:
@@ -163,8 +149,8 @@ def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[Plan
             timeout_s=deadline - time.time() + GRACE_S,
             kept=(*kept, *found_kept(records.verdicts(run_dir))),
             candidates=tuple(left),
-            min_gain=how.min_gain,
-            max_pairs=how.max_pairs,
+            min_gain=options.min_gain,
+            max_pairs=options.max_pairs,
             whole_first=not start,  # it may be what the rank was lost by
             deadline_unix_s=deadline,
         )
@@ -185,16 +171,16 @@ def start_anew(
     candidates: Sequence[Recommendation],
     searched: Searched,
     run_dir: Path,
-    how: How,
+    options: SearchOptions,
     *,
     say: Say,
 ) -> Searched:
-    """Try these in pairs of fresh starts of all ranks, on top of what is kept, until one helps. `how.time_s`: for all of them."""
-    left = [c for c in candidates if how.wants(c)]
+    """Try these in pairs of fresh starts of all ranks, on top of what is kept, until one helps. `options.time_s`: for all of them."""
+    left = [c for c in candidates if options.wants(c)]
     if not left or searched.interrupted or searched.early:
         return searched
     script = searched.script or Script(command, run_dir, launcher.launch, say)
-    runs, until = FreshRuns(script, TRIAL_S), time.time() + how.time_s
+    runs, until = FreshRuns(script, TRIAL_S), time.time() + options.time_s
     kept: tuple[PlanItem, ...] = ()
     for candidate in left:
         if script.over:
@@ -203,7 +189,7 @@ def start_anew(
             records.skip(run_dir, (candidate,), "another of these settings is kept")
             continue
         found = try_in_pairs(
-            runs, candidate, searched.kept, min_gain=how.min_gain, max_pairs=how.max_pairs, until=until
+            runs, candidate, searched.kept, min_gain=options.min_gain, max_pairs=options.max_pairs, until=until
         )
         if found is None:
             break

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from advisor.core import storage, transform_table
 from advisor.core.findings import Interval, Recommendation
@@ -28,6 +27,7 @@ from advisor.trials import earlier, fresh, outcome, planfile, planner, proved_be
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, Chooser
 from advisor.trials.fresh import FreshRuns
+from advisor.trials.options import USUAL, SearchOptions
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.proof import Proof
 from advisor.trials.rounds import Recommend, Rounds
@@ -42,34 +42,13 @@ FROM_START = ("graphs", "precision", "")
 WARMUP_HANDED = 4
 
 
-def apply_search(
-    command: ScriptCommand,
-    recommendations: Sequence[Recommendation],
-    profile: StepProfile | None,
-    **options: Any,
-) -> tuple[TrialLog, Plan, int]:
-    """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
-
-    They are written whatever ends the search; an error that does is then raised. Options are those of `begin`.
-
-    Returns:
-        The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
-        script or the user left it open.
-    """
-    return begin(command, profile, **options).finish(recommendations)
-
-
 def begin(
     command: ScriptCommand,
     profile: StepProfile | None,
     *,
+    options: SearchOptions = USUAL,
     ask: Ask | None = None,
-    min_gain: float = 0.01,
-    max_time_s: float = 600.0,
-    max_pairs: int = 20,
     recommend: Recommend | None = None,
-    profiled_s: float = 0.0,
-    before_s: float = 0.0,
     run_dir: Path,
     say: Say,
     launch: Launch | None = None,
@@ -77,16 +56,13 @@ def begin(
     """A search whose time runs from now on; `finish` makes it.
 
     Args:
+        options: no candidate begins after their time, less what the comparison of the stack needs.
         recommend: what the rules say to a profile, which lies in the folder given: asked in each round after the first.
             None leaves later rounds to `planner.second_look` alone.
         ask: asked before each candidate; None tries all of them (`--auto`).
-        max_time_s: no candidate begins after this, less what the comparison of the stack needs.
-        profiled_s: what the first profile took, for the account of the time; `max_time_s` is without it. before_s: of that, what was
-            over before the script's first step.
-        max_pairs: most pairs of blocks, or of fresh runs, in a trial.
     """
     owners.hold(run_dir)
-    budget = Budget.from_now(max_time_s, profile)
+    budget = Budget.from_now(options.time_s, profile)
     relay = Relay()
     script = Script(command, run_dir, launch or relay, say, profile.start_s if profile is not None else None)
     runs = FreshRuns(
@@ -97,7 +73,7 @@ def begin(
         kernel_steps=fresh.kernel_steps(profile),
     )
     noise = statistics.noise(profile.step_us.raw) if profile is not None and profile.step_us is not None else None
-    processes = SearchProcesses(script, budget, runs, min_gain, max_pairs, noise)
+    processes = SearchProcesses(script, budget, runs, options.min_gain, options.max_pairs, noise)
     if profile is not None:
         _from_before(processes, profile)
     if noise is not None:
@@ -109,10 +85,8 @@ def begin(
         processes=processes,
         choose=choose,
         rounds=Rounds(processes, choose, recommend),
-        stack=StackTrial(script, runs, budget, min_gain),
+        stack=StackTrial(script, runs, budget, options.min_gain),
         profile=profile,
-        profiled_s=profiled_s,
-        before_s=before_s,
         relay=relay,
     )
     processes.on_whole = search.prove_at_once  # in the first round
@@ -149,7 +123,12 @@ def _limits(budget: Budget) -> str:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Search:
-    """One search. As soon as something is proved the plan says so; what follows makes it better, or leaves it as it is."""
+    """One search. As soon as something is proved the plan says so; what follows makes it better, or leaves it as it is.
+
+    Attributes:
+        profiled_s: what the first profile took, for the account of the time, of which the search's own is without it.
+        before_s: of that, what was over before the script's first step.
+    """
 
     processes: SearchProcesses
     choose: Chooser
@@ -157,8 +136,8 @@ class Search:
     stack: StackTrial
     relay: Relay
     profile: StepProfile | None
-    profiled_s: float
-    before_s: float
+    profiled_s: float = 0.0
+    before_s: float = 0.0
     proved: Proof | None = None
     proved_s: float | None = None  # when that was so for the first time, from the script's first step on
     _started: float = field(default_factory=lambda: time.time())
@@ -176,7 +155,14 @@ class Search:
         return self.script.orders("search", **{"warmup": WARMUP_HANDED, **self.processes.orders(first)})
 
     def finish(self, recommendations: Sequence[Recommendation]) -> tuple[TrialLog, Plan, int]:
-        """As `apply_search`."""
+        """Try what is recommended, keep what is proved, and write `trials.json` and `plan.yaml` into the run folder.
+
+        They are written whatever ends the search; an error that does is then raised.
+
+        Returns:
+            The log, the plan, and the exit code: 0 when something is kept or there was nothing to do, 4 when noise, time, the
+            script or the user left it open.
+        """
         error: Exception | None = None
         try:
             self.run(recommendations)

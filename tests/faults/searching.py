@@ -10,12 +10,13 @@ from pathlib import Path
 
 import planted_changes
 import pytest
+import searches
 
 from advisor.core.findings import Recommendation
 from advisor.core.transform_table import ROWS
 from advisor.core.verdict import TrialLog, Verdict
 from advisor.profiling.beside.command import ScriptCommand
-from advisor.trials import budget, records, search
+from advisor.trials import budget, records
 
 HERE = Path(__file__).resolve().parent
 
@@ -104,13 +105,13 @@ def search_with(
     before, run = tree(folder), folder / "runs" / "one"
     run.mkdir(parents=True)
     said: list[str] = []
-    log, _, code = search.apply_search(
+    log, _, code = searches.searched(
         ScriptCommand.parse(["train.py", device]),
         [Recommendation(transform=name, title=name) for name in names],
         None,
         run_dir=run,
         say=said.append,
-        max_time_s=300.0,
+        time_s=300.0,
         max_pairs=3,
     )
     output = (run / records.OUTPUT_FILE).read_text()

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import searches
 import torch
 
 from advisor.core import storage
@@ -129,7 +130,7 @@ def test_a_starved_script_gets_workers_and_keeps_its_files(place):
     run_dir = place / "runs" / "a"
     run_dir.mkdir(parents=True)
     said = []
-    log, plan, code = search.apply_search(
+    log, plan, code = searches.searched(
         ScriptCommand.parse(["train.py", "500"]),
         candidates,
         None,

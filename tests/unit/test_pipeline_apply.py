@@ -50,7 +50,7 @@ def test_a_training_in_several_processes_is_searched_in_all_of_them(
 
     monkeypatch.setattr(in_ranks, "search", in_all)
     said: list[str] = []
-    result = pipeline.apply([str(script)], auto=True, out=tmp_path / "run", say=said.append)
+    result = pipeline.apply([str(script)], out=tmp_path / "run", say=said.append)
     assert result.profile is profile
     assert "ddp_buckets" in tried
     assert not searched
@@ -58,7 +58,7 @@ def test_a_training_in_several_processes_is_searched_in_all_of_them(
         pipeline.apply([str(script)], ask=lambda *_: "yes", out=tmp_path / "asked", say=said.append)
     measured.profile = replace(profile, model=ModelFacts(), complete=True)
     with pytest.raises(KeyboardInterrupt):
-        pipeline.apply([str(script)], auto=True, out=tmp_path / "other", say=said.append)
+        pipeline.apply([str(script)], out=tmp_path / "other", say=said.append)
     assert searched
 
 

@@ -9,6 +9,7 @@ import pytest
 from advisor import pipeline
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
+from advisor.loop.session import Session
 from advisor.pipeline import profiling
 from advisor.profiling.beside import launcher, relay
 from advisor.profiling.beside.command import ScriptCommand
@@ -27,12 +28,7 @@ def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_pat
     def profile() -> None:
         profiling.profile_script(
             ScriptCommand(argv=("python", "train.py"), name="train.py"),
-            tmp_path,
-            warmup=1,
-            steps=1,
-            detail_steps=1,
-            keep_running=False,
-            counters=False,
+            Session(mode="profile", run_dir=str(tmp_path), script="train.py", warmup=1, steps=1, detail_steps=1),
             rules_dirs=(),
             say=said.append,
         )
@@ -56,5 +52,5 @@ def test_a_script_that_makes_a_good_end_of_an_interrupt_is_not_started_again(tmp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     with pytest.raises(KeyboardInterrupt):
-        pipeline.apply(["train.py"], auto=True, say=print)
+        pipeline.apply(["train.py"], say=print)
     assert [session.mode for session in launches] == ["profile"]

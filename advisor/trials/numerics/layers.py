@@ -85,7 +85,7 @@ def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, 
         for name, module in modules.items()
         if seen.calls[name] and all(call.output is not None and call.output.numel() for call in seen.calls[name])
     }
-    own = _owned(plain.call.root.module, complete)
+    own = owned(plain.call.root.module, complete)
     again = {name: Rerun(plain, name, module, own[name], seen) for name, module in complete.items()}
     seen.scale = _scale(list(again.values()))
     # A sequence computes nothing between its layers, and what holds most of a model is as far from end to end as the model: these only
@@ -113,7 +113,7 @@ def _listed(rerun: Rerun) -> bool:
     return type(rerun.module) is torch.nn.Sequential
 
 
-def _owned(root: Layer, modules: dict[str, Layer]) -> dict[str, list[torch.nn.Parameter]]:
+def owned(root: Layer, modules: dict[str, Layer]) -> dict[str, list[torch.nn.Parameter]]:
     """By module the parameters that are judged with it: those that no module inside of it, of these, has. Shared ones with none: their
     gradients are sums over several.
     """

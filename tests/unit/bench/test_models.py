@@ -70,7 +70,7 @@ def bench(
     limits: list[float] = []
 
     def apply(*_: Any, **options: Any) -> Any:
-        limits.append(options["max_time_s"])
+        limits.append(options["options"].time_s)
         Path("left").write_text("by the search")  # in the folder that it runs in
         return found
 

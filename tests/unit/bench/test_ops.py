@@ -58,9 +58,10 @@ def bench(
         host_only: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
-        chosen = {"changed": changed, "short_only": short_only, "part": part, "counters": counters}
-        chosen |= {"host_only": host_only}
-        code = ops.run(pattern=pattern, out=tmp_path / "ops.json", baselines=(), **chosen, say=lambda text: None)
+        choice = op_rows.Choice(pattern=pattern, changed=changed, short_only=short_only, part=part)
+        code = ops.run(
+            choice, out=tmp_path / "ops.json", baselines=(), counters=counters, host_only=host_only, say=lambda _: None
+        )
         return code, json.loads((tmp_path / "ops.json").read_text())["rows"]
 
     return run
@@ -78,16 +79,7 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(
-            pattern="",
-            out=None,
-            baselines=(),
-            changed=False,
-            short_only=False,
-            part=(1, 1),
-            counters=True,
-            say=print,
-        )
+        ops.run(op_rows.Choice(), out=None, baselines=(), counters=True, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 
@@ -364,7 +356,7 @@ def test_what_has_changed_is_measured_and_counted_beside_what_is_counted_alone(
 ) -> None:
     _, before = bench(lambda _, case, *__, **___: rows_of(case, ms=7.0))
     changed = tuple(before[0]["shape"])
-    monkeypatch.setattr(ops, "outdated", lambda cases, *_: [one for one in cases if one[1].shape == changed])
+    monkeypatch.setattr(op_rows, "outdated", lambda cases, *_: [one for one in cases if one[1].shape == changed])
     measured = []
 
     def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import samples
 
+from advisor.bench.op_rows import Choice
 from advisor.cli import ask as asking
 from advisor.cli import output
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.findings import Interval, Recommendation
 from advisor.trials.choosing import Answer
+from advisor.trials.options import SearchOptions
 
 
 def test_script_arguments_pass_through_untouched(invoke, pipeline):
@@ -180,8 +182,8 @@ def test_apply_auto(invoke, pipeline):
     assert result.exit_code == 0, result.output
     (words,), kwargs = pipeline.calls["apply"]
     assert words == ("train.py", "--lr", "1")
-    names = ("ask", "min_gain", "max_time_s", "skip", "max_pairs")
-    assert tuple(kwargs[name] for name in names) == (None, 0.02, 5400.0, ("compile",), 4)
+    assert kwargs["ask"] is None
+    assert kwargs["options"] == SearchOptions(min_gain=0.02, time_s=5400.0, skip=("compile",), max_pairs=4)
     assert "3.10× (3.05 to 3.14)" in result.stderr
 
 
@@ -226,8 +228,8 @@ def test_apply_plan_proves_and_asks_nothing(invoke, pipeline, tmp_path):
     assert result.exit_code == 0, result.output
     (words,), kwargs = pipeline.calls["prove"]
     assert words == ("train.py", "--lr", "1")
-    names = ("plan", "only", "skip", "max_time_s", "module")
-    assert tuple(kwargs[name] for name in names) == (Path("plan.yaml"), (), ("compile",), 90.0, False)
+    assert (kwargs["plan"], kwargs["module"]) == (Path("plan.yaml"), False)
+    assert kwargs["options"] == SearchOptions(skip=("compile",), time_s=90.0)
     assert "3.10× (3.05 to 3.14)" in result.stderr
     assert "apply" not in pipeline.calls
     assert invoke("apply", "--auto", "--plan", "plan.yaml").exit_code == 0  # the plan's own script
@@ -408,35 +410,31 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
     called = []
     for name in ("ops", "models"):
         module = importlib.import_module(f"advisor.bench.{name}")
-        monkeypatch.setattr(module, "run", lambda name=name, **options: called.append((name, options)) or 0)
+        monkeypatch.setattr(module, "run", lambda *of, name=name, **options: called.append((name, of, options)) or 0)
     out = tmp_path / "x.json"
     assert invoke("bench", what, "--filter", "bn", "--out", str(out), "--baseline", "eager").exit_code == 0
-    ((name, options),) = called
+    ((name, of, options),) = called
     options.pop("say")
     more = (
-        {"max_time_s": 600.0, "runs": None}
+        {"pattern": "bn", "changed": False, "max_time_s": 600.0, "runs": None}
         if what == "models"
-        else {"short_only": False, "part": (1, 1), "counters": False, "host_only": False}
+        else {"counters": False, "host_only": False}
     )
-    assert (name, options) == (
-        what,
-        {"pattern": "bn", "out": out, "baselines": ("eager",), "changed": False, **more},
-    )
+    assert (name, of) == (what, () if what == "models" else (Choice(pattern="bn"),))
+    assert options == {"out": out, "baselines": ("eager",), **more}
     assert invoke("bench", what, "--changed", "--short", "--counters").exit_code == 0
-    flags = ("changed", "short_only", "counters") if what == "ops" else ("changed",)
-    assert all(called[1][1][name] is True for name in flags)
+    _, of, options = called[1]
+    assert (options["changed"] if what == "models" else of == (Choice(changed=True, short_only=True),)) is True
     assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
     assert invoke("bench", "ops", "--part", "2/4").exit_code == 0
-    assert called[-1][1]["part"] == (2, 4)
+    assert called[-1][1] == (Choice(part=(2, 4)),)
     for wrong in ("0/2", "3/2", "2", "a/b"):
         refused = invoke("bench", "ops", "--part", wrong)
         assert (refused.exit_code, "write 1/4 to 4/4" in refused.output) == (ExitCode.USAGE, True)
     assert invoke("bench", "ops", "--counters").exit_code == 0
-    assert called[-1][1]["counters"] is True
-    assert invoke("bench", what, "--changed").exit_code == 0
-    assert called[-1][1]["changed"] is True
+    assert called[-1][2]["counters"] is True
     assert invoke("bench", "ops", "--host-only").exit_code == 0
-    assert called[-1][1]["host_only"] is True
+    assert called[-1][2]["host_only"] is True
     refused = invoke("bench", "ops", "--host-only", "--changed")
     assert (refused.exit_code, "neither --changed nor --counters" in refused.output) == (ExitCode.USAGE, True)
 
@@ -549,7 +547,7 @@ def test_try_wants_one_change_or_one_patch_and_a_script(invoke, pipeline):
 
 def test_try_of_a_change_is_a_search_for_it_alone(invoke, pipeline):
     result = invoke("try", "--change", "channels_last", "--json", "train.py")
-    assert pipeline.calls["apply"][1]["only"] == ("channels_last",)
+    assert pipeline.calls["apply"][1]["options"].only == ("channels_last",)
     document = json.loads(result.stdout)
     assert (document["name"], document["kind"], document["exit_code"]) == ("channels_last", "change", result.exit_code)
 

@@ -35,8 +35,8 @@ def test_options_come_from_the_file_unless_they_are_typed(invoke, pipeline, proj
 def test_repeatable_options_are_lists(invoke, pipeline, project):
     project.write_text('[tool.advisor.apply]\nskip = ["tf32", "compile"]\nmax-time = "90s"\nmin-gain = "2%"\n')
     assert invoke("apply", "--auto", "train.py").exit_code == 0
-    kwargs = pipeline.calls["apply"][1]
-    assert (kwargs["skip"], kwargs["max_time_s"], kwargs["min_gain"]) == (("tf32", "compile"), 90.0, 0.02)
+    options = pipeline.calls["apply"][1]["options"]
+    assert (options.skip, options.time_s, options.min_gain) == (("tf32", "compile"), 90.0, 0.02)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from advisor.core.findings import Interval
 from advisor.core.plan import PlanItem
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import in_ranks, records
+from advisor.trials.options import SearchOptions
 
 EXPOSED = ["communication-exposed"]
 COMMAND = ScriptCommand.parse((__file__,))
@@ -37,7 +38,7 @@ def test_they_are_tried_on_top_of_what_is_kept_until_one_helps(
     monkeypatch.setattr(in_ranks, "try_in_pairs", pairs)
     candidates = in_ranks.from_the_start(EXPOSED, "nccl")
     found = in_ranks.start_anew(
-        COMMAND, candidates, in_ranks.Searched(kept=(before,)), tmp_path, in_ranks.How(), say=lambda text: None
+        COMMAND, candidates, in_ranks.Searched(kept=(before,)), tmp_path, SearchOptions(), say=lambda text: None
     )
     assert tried == [c.parameters for c in candidates][: helps or len(candidates)]
     assert [dict(item.parameters) for item in found.kept] == [{}, *([tried[-1]] if helps else [])]
@@ -50,6 +51,6 @@ def test_nothing_is_started_where_the_search_was_ended_by_a_lost_rank(tmp_path: 
     searched = in_ranks.Searched(early="rank 1 was ended by SIGKILL")
     candidates = in_ranks.from_the_start(EXPOSED, "nccl")
     assert (
-        in_ranks.start_anew(COMMAND, candidates, searched, tmp_path, in_ranks.How(), say=lambda text: None) is searched
+        in_ranks.start_anew(COMMAND, candidates, searched, tmp_path, SearchOptions(), say=lambda text: None) is searched
     )
     assert not records.verdicts(tmp_path)

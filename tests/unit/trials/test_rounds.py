@@ -7,6 +7,7 @@ import functools
 import signal
 
 import pytest
+import searches
 
 from advisor.analysis import metrics
 from advisor.analysis.predict import predict
@@ -19,7 +20,7 @@ from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
 from advisor.rules import evaluate, load, recommend
-from advisor.trials import ledger, planfile, planner, records, rounds, search
+from advisor.trials import ledger, planfile, planner, records, rounds
 from advisor.trials.choosing import Answer
 
 COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=())
@@ -103,7 +104,7 @@ def script(tmp_path, monkeypatch) -> Script:
 
 
 def apply(script: Script, *first: Recommendation, **more: object) -> tuple[TrialLog, dict[tuple[str, int], Verdict]]:
-    log, _, _ = search.apply_search(
+    log, _, _ = searches.searched(
         COMMAND,
         first,
         profile(),
@@ -224,9 +225,9 @@ def test_a_later_round_needs_a_step_that_has_become_much_shorter(script, declare
 def test_what_is_kept_leaves_later_rounds_more_time(script) -> None:
     """The runs of the stack are shorter by then. A ConvNeXt's second round had no time, for runs as long as the plain script's."""
     script.status, script.gain, script.anew = {"amp_bf16": "kept"}, Interval(low=0.8, high=0.9), [[]]
-    search.apply_search(
+    searches.searched(
         COMMAND, [candidate("amp_bf16")], profile(0.4e6), run_dir=script.run_dir, say=script.said.append, launch=script,
-        recommend=script.recommend, max_time_s=300.0,
+        recommend=script.recommend, time_s=300.0,
     )  # fmt: skip
     first, second = (s.deadline_unix_s for s in script.launches if s.mode in ("search", "profile"))
     assert second - first == pytest.approx(1.1 * (8 + 18) * 0.4 * 0.85, abs=1.0)  # of the one that is enough at first
@@ -235,7 +236,7 @@ def test_what_is_kept_leaves_later_rounds_more_time(script) -> None:
 def test_without_time_there_is_no_further_round_but_the_stack_is_proved(script) -> None:
     script.status = {"amp_bf16": "kept"}
     # Of 60 s the stack keeps 20 at least: what is left is less than a round and its step need.
-    log, _ = apply(script, candidate("amp_bf16"), max_time_s=40.0)
+    log, _ = apply(script, candidate("amp_bf16"), time_s=40.0)
     assert script.modes() == ["search"]
     assert any("no time was left for round 2" in note for note in log.notes)
     assert log.stack.passed
@@ -266,7 +267,7 @@ def test_a_profile_that_dies_beside_graphs_is_made_without_them(script) -> None:
         graphed = "cuda_graphs" in [item.transform for item in session.kept]
         return Exit(code=139, signal=int(signal.SIGSEGV)) if session.mode == "profile" and graphed else ended
 
-    log, _, _ = search.apply_search(
+    log, _, _ = searches.searched(
         COMMAND,
         [candidate("amp_bf16"), candidate("cuda_graphs")],
         profile(),

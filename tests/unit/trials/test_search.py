@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+import searches
 from clocks import Clock
 
 from advisor.core import storage
@@ -129,7 +130,7 @@ COMMAND = ScriptCommand(argv=("python", "train.py"), name="train.py", arguments=
 def apply(script, *names, **more):
     items = [n if isinstance(n, Recommendation) else candidate(n) for n in names]
     said = []
-    log, plan, code = search.apply_search(
+    log, plan, code = searches.searched(
         COMMAND, items, None, run_dir=script.run_dir, say=said.append, launch=script, **more
     )
     assert storage.load(script.run_dir / "trials.json", TrialLog) == log
@@ -682,7 +683,7 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
         wall_us=None,
         start_s=2.0,
     )
-    log, plan, code = search.apply_search(
+    log, plan, code = searches.searched(
         COMMAND,
         [candidate("tf32"), candidate("compile")],
         profiled,
@@ -743,7 +744,7 @@ def test_a_comparison_that_has_taken_far_longer_than_foreseen_looks_for_nobody_t
     script.measure = long
     script.verdicts = {"tf32": "kept", "channels_last": "kept"}
     script.step_us |= {("tf32",): 1200.0, ("tf32", "channels_last"): 1100.0}
-    _, _, code, verdicts = apply(script, "tf32", "channels_last", max_time_s=400.0 if status == "reverted" else 60.0)
+    _, _, code, verdicts = apply(script, "tf32", "channels_last", time_s=400.0 if status == "reverted" else 60.0)
     assert {v.status for v in verdicts.values()} == {status}
     assert code == (0 if status == "reverted" else 4)
     if status == "unconfirmed":
@@ -935,7 +936,7 @@ def test_on_top_of_nothing_it_has_pairs_of_its_own(script):
 def test_what_tunes_in_its_first_step_needs_the_time_for_it(script, monkeypatch):
     """Two runs fit into the time left, but not with what cuDNN takes to try its algorithms in each."""
     monkeypatch.setitem(budget.TUNING_STEPS, "cudnn_benchmark", 25_000.0)  # 25 s
-    log, _, _, verdicts = on_top(script, 450.0, max_time_s=50.0)
+    log, _, _, verdicts = on_top(script, 450.0, time_s=50.0)
     assert verdicts["cudnn_benchmark"].status == "skipped"
     assert any("with the kept changes" in note for note in log.notes)
 
@@ -1059,14 +1060,14 @@ def test_recipes_and_long_first_steps_are_not_tried(script):
     script.verdicts = {"compile_max_autotune": "reverted"}
     (script.run_dir / "long").mkdir()
     script.run_dir = script.run_dir / "long"
-    assert apply(script, "compile_max_autotune", max_time_s=1200.0)[3]["compile_max_autotune"].status == "reverted"
+    assert apply(script, "compile_max_autotune", time_s=1200.0)[3]["compile_max_autotune"].status == "reverted"
 
 
 def test_what_time_is_kept_for_is_said_before_it_is_missed(script):
     script.verdicts = {"tf32": "reverted"}
     said = []
-    search.apply_search(
-        COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=said.append, launch=script, max_time_s=200.0
+    searches.searched(
+        COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=said.append, launch=script, time_s=200.0
     )
     assert said[0].startswith(
         "searching for at most 200 s, 50 s of them for the final comparison. Ctrl-C ends the search"
@@ -1081,7 +1082,7 @@ def test_out_of_time(script):
         return script.stops
 
     script.verdicts = {"tf32": slow}
-    log, _, code, verdicts = apply(script, "tf32", "compile", max_time_s=25.0)
+    log, _, code, verdicts = apply(script, "tf32", "compile", time_s=25.0)
     assert {v.reason for v in verdicts.values()} == {"out of time: the remaining 20 s are for the final comparison"}
     assert code == 4
     assert not log.complete
@@ -1092,7 +1093,7 @@ def test_out_of_time(script):
 
 def test_what_the_script_takes_to_its_first_step_is_no_part_of_the_time_that_is_told(script) -> None:
     script.verdicts = {"tf32": lambda session: script.stops}
-    log, *_ = apply(script, "tf32", max_time_s=0.0, profiled_s=40.0, before_s=5.0)
+    log, *_ = apply(script, "tf32", time_s=0.0, profiled_s=40.0, before_s=5.0)
     assert "the first profile took 35 of 35 s" in log.notes[-1]
 
 
@@ -1105,7 +1106,7 @@ def test_with_the_time_that_is_said_to_be_enough_half_is_left_for_trials() -> No
 
 def test_what_was_tried_leaves_no_word_of_the_time(script) -> None:
     script.verdicts = {"tf32": "reverted"}
-    log, *_ = apply(script, "tf32", max_time_s=25.0)
+    log, *_ = apply(script, "tf32", time_s=25.0)
     assert not any("came to an end" in note for note in log.notes)
 
 
@@ -1158,7 +1159,7 @@ def test_slow_starts_leave_the_candidates_less_time(script, monkeypatch):
     monkeypatch.setattr(records, "spent", lambda run_dir: {spent.START: 20.0})
     script.steps_a_life = 1
     script.verdicts = {"tf32": "reverted", "compile": "reverted"}
-    apply(script, "tf32", "compile", max_time_s=200.0)
+    apply(script, "tf32", "compile", time_s=200.0)
     first, second = (s.deadline_unix_s for s in script.launches if s.mode == "search")
     assert first - second == pytest.approx(20.0 - budget.START_S, abs=1.0)
 
@@ -1186,7 +1187,7 @@ def test_ctrl_c_writes_what_is_proved_so_far(script, ended):
         raise KeyboardInterrupt
 
     (script.run_dir / "again").mkdir()
-    log, _, code = search.apply_search(
+    log, _, code = searches.searched(
         COMMAND, [candidate("tf32")], None, run_dir=script.run_dir / "again", say=print, launch=interrupted
     )
     assert (log.verdicts[0].status, code) == ("skipped", 4)
@@ -1199,7 +1200,7 @@ def test_an_interrupted_searchs_plan_is_tied_to_its_model(script):
         on_progress({"event": "verdict", "transform": "tf32", "status": "kept", "reason": "faster", "model": "abc"})
         raise KeyboardInterrupt
 
-    _, plan, _ = search.apply_search(
+    _, plan, _ = searches.searched(
         COMMAND, [candidate("tf32")], None, run_dir=script.run_dir, say=lambda text: None, launch=launch
     )
     assert plan.hashes.model == "abc"
@@ -1578,7 +1579,7 @@ def test_what_does_not_hold_together_is_not_taken_apart_beyond_the_time_allowed(
 
     script.measure = slowly
     began = clock.time()
-    log, plan, code, verdicts = apply(script, *names, max_time_s=120.0)
+    log, plan, code, verdicts = apply(script, *names, time_s=120.0)
     assert clock.time() - began <= (1 + budget.OVERRUN_SHARE) * 120.0 + 30.0
     assert code == 4
     assert log.stack.passed is not True

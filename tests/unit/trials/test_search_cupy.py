@@ -35,7 +35,7 @@ def test_all_are_proved_at_once_and_what_gains_nothing_is_dropped(script):  # no
 def test_where_all_at_once_do_not_run_graphs_are_left_out_first(script):  # noqa: F811 – a fixture
     times(script, {("cupy_kernels_once", "cupy_single"): 500.0})
     script.step_us[("cupy_kernels_once", "cupy_single", "cupy_graphs")] = None  # the process fails
-    _, plan, code, verdicts = apply(script, *ALL, max_time_s=60.0)
+    _, plan, code, verdicts = apply(script, *ALL, time_s=60.0)
     assert code == 0
     assert {item.transform for item in plan.items if item.status == "kept"} >= {"cupy_kernels_once", "cupy_single"}
     assert verdicts["cupy_graphs"].status != "kept"

@@ -286,7 +286,7 @@ def test_a_layer_without_a_word_of_its_own_is_judged_with_what_holds_it() -> Non
 
     root = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), Holds())
     modules = {name: module for name, module in root.named_modules() if name in ("0", "1")}
-    owned = layers._owned(root, modules)
+    owned = layers.owned(root, modules)
     assert {id(p) for p in owned["1"]} == {id(p) for p in root[1].parameters()}
     assert {id(p) for p in owned["0"]} == {id(p) for p in root[0].parameters()}
 
