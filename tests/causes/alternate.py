@@ -4,7 +4,7 @@ A training made by `causes_catalogue.alternating` imports this: it asks `faulty`
 step, or `boundary()` before each epoch where the fault is one of epochs. Both kinds of block stand side by side in time, so that
 what else the machine does falls on both. In the end one line says what share of a step the fault takes, and ends the script.
 
-Of a training on one thread the process's own time decides (user and system), which other processes hardly move; of a loader's
+Of a training on one core the process's own time decides (user and system), which other processes hardly move; of a loader's
 epochs, and on a GPU, the clock on the wall does.
 """
 
@@ -23,7 +23,7 @@ WARM_UP = 4  # blocks, in which allocators and caches settle
 LEAST, MOST = 10, 150  # pairs
 NARROW_FRAC = 0.005  # of the step on either side: what a cost has to be known to
 NARROW_COST = 0.1  # or a tenth of itself
-LONGEST_S = 90
+LONGEST_S = float(os.environ.get("CAUSES_LONGEST_S", "90"))
 ORDER = (True, False, False, True)  # what drifts falls on both alike
 
 faulty = ORDER[0]
@@ -31,7 +31,7 @@ seconds: list[tuple[bool, float]] = []
 _steps = 0
 _last: float | None = None
 _begun = time.monotonic()
-_by_wall = False
+by_wall = False  # of a training whose fault is in how it uses several cores, the clock on the wall decides
 
 
 def step() -> None:
@@ -44,8 +44,8 @@ def step() -> None:
 
 def boundary() -> None:
     """An epoch begins: a block ends."""
-    global _by_wall
-    _by_wall = True
+    global by_wall
+    by_wall = True
     _boundary()
 
 
@@ -67,7 +67,7 @@ def _now() -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         return time.perf_counter()
-    return time.perf_counter() if _by_wall else time.process_time()
+    return time.perf_counter() if by_wall else time.process_time()
 
 
 def cost(blocks: list[tuple[bool, float]]) -> list[float] | None:

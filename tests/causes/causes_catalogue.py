@@ -193,21 +193,34 @@ _DATASET = """
                 picture = np.flip(picture, 2).copy()
             return torch.from_numpy(picture), index % 10
 """
+_ENLARGED = (
+    textwrap.dedent(TUNED["loss"]) + "loss = loss + 0 * F.interpolate($x, scale_factor=2, mode='bilinear').mean()\n"
+)
 _TO_DEVICE = "$x, $y = $x.to($dev, non_blocking=True), $y.to($dev, non_blocking=True)"
 
 
 _FRESH = "torch.utils.data.DataLoader(Pictures(), batch, num_workers=8 if on_gpu else 2, shuffle=True)"
+_ONE = "torch.utils.data.DataLoader(Pictures(), batch, num_workers=1, persistent_workers=True, pin_memory=on_gpu)"
+_EIGHT = "torch.utils.data.DataLoader(Pictures(), batch, num_workers=8, persistent_workers=True)"
 _KEPT = _FRESH.replace("shuffle=True", "shuffle=True, persistent_workers=True")
 
 
-def _loading(items: int, seconds: float, loader: str) -> dict[str, str]:
-    """Slots of a training that reads pictures; `seconds` of a core's work each."""
+def _loading(items: int | str, seconds: float, loader: str) -> dict[str, str]:
+    """Slots of a training that reads so many pictures; `seconds` of a core's work each."""
     pictures = textwrap.dedent(_DATASET).format(items=items, seconds=seconds)
     return {
         "imports": "import numpy as np",
         "sizes": textwrap.dedent(SIZES).strip("\n") + "\n\n" + pictures,
         "loader": textwrap.dedent(loader),
         "begin": _TO_DEVICE,
+    }
+
+
+def _by_epochs(items: int, seconds: float, ill: str) -> dict[str, str]:
+    """Slots of one that draws an epoch from this loader and an epoch from one whose workers suffice and stay."""
+    return {
+        **_loading(items, seconds, f"${{s}}ill, ${{s}}well = {ill}, {_KEPT}"),
+        "epoch": "$loader = ${s}ill if alternate.faulty else ${s}well",
     }
 
 
@@ -421,8 +434,9 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         id="deterministic",
         expect=("deterministic-algorithms",),
-        slots={"setup": "torch.use_deterministic_algorithms(True, warn_only=True)"},
-        after={"loss": "loss = loss + 0 * F.interpolate($x, scale_factor=2, mode='bilinear').mean()"},
+        slots={"setup": "torch.use_deterministic_algorithms(True, warn_only=True)", "loss": _ENLARGED},
+        cured={"loss": _ENLARGED},
+        by_turns={"setup": "", "begin": "torch.use_deterministic_algorithms(alternate.faulty, warn_only=True)"},
         styles=("flat",),
         machines=("gpu",),
     ),
@@ -447,6 +461,11 @@ FAULTS: tuple[Fault, ...] = (
         id="one-thread",
         expect=("threads-fewer-than-cores",),
         slots={"setup": "torch.set_num_threads(1)", "sizes": SIZES.replace("(8, 1, 8, 24)", "(32, 1, 16, 48)")},
+        cured={"sizes": SIZES.replace("(8, 1, 8, 24)", "(32, 1, 16, 48)")},
+        by_turns={
+            "setup": "alternate.by_wall, cores = True, torch.get_num_threads()",
+            "begin": "torch.set_num_threads(1 if alternate.faulty else cores)",
+        },
         tuned=False,
         styles=("flat", "trainer"),
         machines=("cpu",),
@@ -636,6 +655,8 @@ FAULTS: tuple[Fault, ...] = (
         id="no-workers",
         expect=("input-starved", "few-loader-workers", "loader-blocks-cpu-training"),
         slots=_loading(4096, 0.002, "$loader = torch.utils.data.DataLoader(Pictures(), batch)"),
+        cured=_loading(4096, 0.002, f"$loader = {_KEPT}"),
+        by_turns=_by_epochs(512, 0.002, "torch.utils.data.DataLoader(Pictures(), batch)"),
         styles=("flat", "functions"),
     ),
     Fault(
@@ -644,16 +665,18 @@ FAULTS: tuple[Fault, ...] = (
         slots=_loading(
             8192,
             0.001,
-            "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=1, persistent_workers=True, pin_memory=on_gpu)",
+            f"$loader = {_ONE}",
         ),
+        cured=_loading(8192, 0.001, f"$loader = {_KEPT}"),
+        by_turns=_by_epochs(1024, 0.001, _ONE),
         machines=("gpu",),
         styles=("trainer",),
     ),
     Fault(
         id="short-epochs",
         expect=("workers-restart", "few-loader-workers", "loader-cpu-saturated"),
-        slots=_loading(512, 0.0005, f"$loader = {_FRESH}"),
-        cured=_loading(512, 0.0005, f"$loader = {_KEPT}"),
+        slots=_loading("512 if on_gpu else 128", 0.0005, f"$loader = {_FRESH}"),
+        cured=_loading("512 if on_gpu else 128", 0.0005, f"$loader = {_KEPT}"),
         by_turns={
             "loader": f"${{s}}fresh, ${{s}}kept = {_FRESH}, {_KEPT}",
             "epoch": "$loader = ${s}fresh if alternate.faulty else ${s}kept",
@@ -662,8 +685,8 @@ FAULTS: tuple[Fault, ...] = (
     Fault(
         id="loader-in-epoch",
         expect=("workers-restart", "few-loader-workers", "loader-cpu-saturated"),
-        slots={**_loading(640, 0.0005, ""), "epoch": f"$loader = {_FRESH}"},
-        cured=_loading(640, 0.0005, f"$loader = {_KEPT}"),
+        slots={**_loading("640 if on_gpu else 160", 0.0005, ""), "epoch": f"$loader = {_FRESH}"},
+        cured=_loading("640 if on_gpu else 160", 0.0005, f"$loader = {_KEPT}"),
         by_turns={
             "loader": f"${{s}}kept = {_KEPT}",
             "epoch": f"$loader = {_FRESH} if alternate.faulty else ${{s}}kept",
@@ -699,8 +722,10 @@ FAULTS: tuple[Fault, ...] = (
         slots=_loading(
             2048,
             0.002,
-            "$loader = torch.utils.data.DataLoader(Pictures(), batch, num_workers=8, persistent_workers=True)",
+            f"$loader = {_EIGHT}",
         ),
+        cured=_loading(2048, 0.002, f"$loader = {_KEPT}"),
+        by_turns=_by_epochs(512, 0.002, _EIGHT),
         machines=("cpu",),
         styles=("functions",),
     ),

@@ -71,6 +71,26 @@ def test_the_rank_is_that_of_the_first_card_with_a_wanted_rule() -> None:
     assert causes_page.rank(("anomaly-mode",), cards) == 0
 
 
+def _promised(predicted: list[float] | None, share: list[float] | None) -> dict[str, object]:
+    card = {"rules": ["a-rule"], "transform": "compile", "predicted": predicted}
+    return {"cards": [card], "gained": {"change": "compile", "share": share, "verdict": "kept: faster"}}
+
+
+# A sound training's record, and what its first card is then.
+SOUND: dict[str, tuple[dict[str, object], str]] = {
+    "quiet": ({"cards": []}, causes_page.NO_PROMISE),
+    "kept": (_promised([0.0, 0.3], [0.1, 0.2, 0.3]), causes_page.TRUE),
+    "more": (_promised([0.0, 0.3], [0.3, 0.4, 0.5]), causes_page.FALSE),
+    "slower": (_promised([0.0, 0.3], [-0.4, -0.3, -0.2]), causes_page.FALSE),
+    "not-tried": (_promised([0.0, 0.3], None), causes_page.FALSE),
+    "without-a-number": (_promised(None, [0.1, 0.2, 0.3]), causes_page.FALSE),
+    "nothing": (_promised([0.0, 0.004], None), causes_page.NO_PROMISE),
+    "asks": ({"cards": [_card("a-rule", low=0.02)]}, causes_page.FALSE),
+    "busy": ({"cards": [_card("cores-taken-by-others", low=0.2)]}, causes_page.NOT_JUDGED),
+    "failed": ({"error": "exit code 1"}, causes_page.NOT_JUDGED),
+}
+
+
 def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def training(rank: int, cost: list[float] | None, predicted: list[float]) -> dict[str, object]:
         card = {"rules": ["a-rule"], "predicted": predicted}
@@ -86,14 +106,9 @@ def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytes
             "second": training(2, [0.4, 0.5, 0.6], [0.1, 0.3]),
             "third": training(3, None, [0, 0]),
             "broken": {"expect": ["a-rule"], "error": "exit code 1: no"},
-            "sound": {**training(0, None, [0, 0]), "expect": []},
-            "promised": {
-                **training(0, None, [0, 0]),
-                "expect": [],
-                "cards": [_card("a", low=0.02, transform="compile")],
-            },
-            "perhaps": {**training(0, None, [0, 0]), "expect": [], "cards": [_card("a", low=0.0, transform="compile")]},
-            "busy": {**training(0, None, [0, 0]), "expect": [], "cards": [_card("cores-taken-by-others", low=0.2)]},
+            "first-cured": {**training(1, None, [0, 0]), "expect": []},
+            "second-cured": {**training(1, None, [0, 0]), "expect": [], "cards": [_card("another")]},
+            **{name: {"expect": [], **found} for name, (found, _) in SOUND.items()},
         },
     }
     (tmp_path / "cpu.json").write_text(json.dumps(made), encoding="utf-8")
@@ -101,7 +116,39 @@ def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytes
     page = causes_page.page()
     assert "Found: 2 of 4." in page
     assert "Cost inside the predicted interval: 1 of 2." in page
-    assert "Without a planted cause, 4, of which 2 with a false first card" in page
+    assert "Of 2 of them without their fault still told of it: first-cured." in page
+    assert f"Sound, {len(SOUND)}, of which 5 with a false first card and 2 on a machine too busy to judge" in page
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_promise_to_a_sound_training_is_true_where_it_was_kept_by_turns(name: str) -> None:
+    found, said = SOUND[name]
+    assert causes_page.judgement(found) == said
+
+
+@pytest.mark.parametrize("path", sorted(causes_page.SOUND.glob("*.py")), ids=lambda path: path.stem)
+def test_a_sound_training_is_python_and_one_of_those_measured(path: Path) -> None:
+    compile(path.read_text(encoding="utf-8"), path.name, "exec")
+    assert f"sound-{path.stem}" in {training.name for training in causes_page.trainings("gpu") if training.sound}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(causes_page.SOUND.glob("*.py")), ids=lambda path: path.stem)
+def test_a_sound_training_trains(path: Path) -> None:
+    done = subprocess.run([sys.executable, str(path), "3"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_trial_has_measured_is_read_from_its_blocks(tmp_path: Path) -> None:
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / "plain.json").write_text("{}", encoding="utf-8")
+    verdict = {"transform": "amp_bf16", "status": "kept", "reason": "faster"}
+    blocks = {"off_us": [10.0, 10.1, 9.9], "on_us": [8.0, 8.1, 7.9]}
+    (tmp_path / "trials" / "01-amp_bf16.json").write_text(json.dumps({**verdict, "blocks": blocks}), encoding="utf-8")
+    found = causes_page.tried("amp_bf16", tmp_path)
+    assert found["verdict"] == "kept: faster"
+    assert found["share"][1] == pytest.approx(0.2, abs=0.01)
+    assert causes_page.tried("compile", tmp_path)["share"] is None
 
 
 @pytest.mark.parametrize(
@@ -182,4 +229,6 @@ def test_what_an_interrupted_run_has_measured_is_kept(monkeypatch: pytest.Monkey
     monkeypatch.setattr(causes_page.threading, "Thread", Lane)
     monkeypatch.setattr(causes_page, "measured", measured)
     chosen = [causes_page.Training(name, "", ("a",)) for name in ("first", "second", "third")]
-    assert causes_page.run("cpu", chosen) == {"first": {"rank": 1}}
+    kept: list[dict[str, object]] = []
+    assert causes_page.run("cpu", chosen, keep=kept.append) == {"first": {"rank": 1}}
+    assert kept == [{"first": {"rank": 1}}]
