@@ -54,10 +54,12 @@ def own_update(view: View) -> list[KernelRow]:
     """Rows of an update that is no code of torch.optim's, one tensor each: of an optimizer of the script's, or written by hand without one."""
     facts = view.profile.model
     rows = [row for row in view.rows if row.phase == "optimizer"]
+    if not facts.optimizers or facts.optimizer_own:
+        return [row for row in rows if one_by_one(row)]
+    # A line that runs a multi-tensor update calls torch's step(), which on a CPU counts each tensor's steps one by one (fused Adam).
     # Beside an optimizer of torch's that goes tensor by tensor nobody could tell the two apart.
-    if facts.optimizers and not facts.optimizer_own and not any(map(several_at_once, rows)):
-        return []
-    return [row for row in rows if one_by_one(row)]
+    torchs = {row.source for row in rows if several_at_once(row)}
+    return [row for row in rows if one_by_one(row) and row.source not in torchs] if torchs else []
 
 
 def several_at_once(row: KernelRow) -> bool:

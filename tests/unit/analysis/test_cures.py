@@ -90,10 +90,34 @@ def test_an_update_of_the_scripts_own_is_told_with_what_a_fused_one_saves(optimi
 def test_an_update_by_hand_beside_an_optimizer_of_torchs_is_told() -> None:
     base = profiles.cifar()
     theirs = profiles.row(
-        name="multi", kind="optimizer", op="aten::_foreach_mul_", phase="optimizer", calls=4, time_us=9
+        name="multi",
+        kind="optimizer",
+        op="aten::_foreach_mul_",
+        phase="optimizer",
+        calls=4,
+        time_us=9,
+        source="train.py:1",
     )
     found = metrics(looping(profiles.with_rows(base, *base.kernels, theirs), "optimizer", optimizer_host_us=6000.0))
     assert found.number("own_optimizer_calls") == 480
+
+
+def test_what_a_multi_tensor_update_does_tensor_by_tensor_on_its_own_line_is_torchs() -> None:
+    """Fused Adam on a CPU adds to each parameter's count of steps by itself."""
+    base = profiles.cifar()
+    by_hand = metrics(looping(base, "optimizer", model=replace(base.model, optimizers=())))
+    theirs = profiles.row(
+        name="fused",
+        kind="optimizer",
+        op="aten::_fused_adamw_",
+        phase="optimizer",
+        calls=1,
+        time_us=9,
+        source="train.py:7",
+    )
+    found = metrics(looping(profiles.with_rows(base, *base.kernels, theirs), "optimizer"))
+    assert by_hand.number("own_optimizer_calls") == 480
+    assert found.number("own_optimizer_calls") == 0
 
 
 def test_torchs_own_optimizers_are_other_rules_matter() -> None:
