@@ -2,7 +2,7 @@
 
 python tests/causes/causes_page.py --run gpu              profile every training of the catalogue here, then write the page
 python tests/causes/causes_page.py --run cpu --only fp64  only those with this in their names; what else is on record stays
-python tests/causes/causes_page.py --run gpu --cases DIR  trainings from a folder as well, by their lines `# EXPECT: rule|rule`
+python tests/causes/causes_page.py --run gpu --cases DIR  trainings from a folder as well, by their lines `# EXPECT: rule|rule` (and `# ON: gpu`)
 python tests/causes/causes_page.py --read gpu --runs DIR  put on record what lies in run folders that --run has kept
 python tests/causes/causes_page.py --join gpu FILE        put on record what another machine of that kind has recorded in FILE
 python tests/causes/causes_page.py                        write the page from what is recorded
@@ -10,6 +10,8 @@ python tests/causes/causes_page.py                        write the page from wh
 On several GPUs one training runs on each, with its share of the cores. A cause is found where one of its rules is among those
 of the first or the second card. Where only the user can make the cure, a training that has its fault by turns says what it costs
 of the step, which is held against the card's interval; the training without it must no more be told of the fault.
+
+Trainings of varied/ have causes of the same kinds in other loops, with other models and names.
 
 Sound trainings are those of sound/: nothing is planted, and they are tuned as a careful practitioner would. Where the first card of
 one promises a gain by a change of advisor's, `advisor try` switches that by turns in one process, and what it gains is held against
@@ -43,7 +45,7 @@ RECORDS = ROOT / "docs" / "causes"
 PAGE = ROOT / "docs" / "causes.md"
 TIMEOUT_S = 600
 CURED = "-cured"
-SOUND = Path(__file__).with_name("sound")
+SOUND, VARIED = Path(__file__).with_name("sound"), Path(__file__).with_name("varied")
 OF_THE_MACHINE = ("cores-taken-by-others",)
 WORTH_FRAC = 0.01  # apply's --min-gain
 CONFIDENCE = 0.95
@@ -84,11 +86,14 @@ def trainings(machine: str, folders: Sequence[Path] = ()) -> list[Training]:
         found.append(Training(name, text, fault.expect, by_turns, one_core))
     for path in sorted(SOUND.glob("*.py")):
         found.append(Training(f"sound-{path.stem}", path.read_text(encoding="utf-8"), (), sound=True))
-    for folder in folders:
+    for folder in (VARIED, *folders):
         for path in sorted(folder.glob("*.py")):
             text = path.read_text(encoding="utf-8")
-            if wanted := re.search(r"^# EXPECT: ([\w|-]+)", text, re.MULTILINE):
-                found.append(Training(path.stem, text, tuple(wanted[1].split("|"))))
+            wanted = re.search(r"^# EXPECT: ([\w|-]+)", text, re.MULTILINE)
+            only_on = re.search(r"^# ON: (\w+)", text, re.MULTILINE)
+            if wanted and (only_on is None or only_on[1] == machine):
+                name = f"varied-{path.stem}" if folder == VARIED else path.stem
+                found.append(Training(name, text, tuple(wanted[1].split("|"))))
     return found
 
 

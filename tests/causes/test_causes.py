@@ -34,9 +34,25 @@ def test_each_training_trains(name: str, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(causes_page.VARIED.glob("*.py")), ids=lambda path: path.stem)
+def test_a_variation_trains(path: Path) -> None:
+    done = subprocess.run([sys.executable, str(path), "2"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_variation_is_for_the_machine_that_it_names() -> None:
+    on = {m: {t.name for t in causes_page.trainings(m) if t.name.startswith("varied-")} for m in ("cpu", "gpu")}
+    assert "varied-cudnn_flags_around" in on["gpu"] - on["cpu"]
+    assert "varied-threads_for_the_loader" in on["cpu"] - on["gpu"]
+    assert len(on["cpu"] | on["gpu"]) == len(list(causes_page.VARIED.glob("*.py")))
+
+
 def test_wanted_rules_exist() -> None:
     known = {rule.id for rule in rules.load([])}
-    wanted = {rule for fault in causes_catalogue.FAULTS for rule in fault.expect}
+    wanted = {
+        rule for machine in ("cpu", "gpu") for training in causes_page.trainings(machine) for rule in training.expect
+    }
     assert wanted <= known, wanted - known
 
 
