@@ -15,7 +15,7 @@ def fill(view: View, table: MetricTable) -> None:
     if facts.optimizers:
         table.set("optimizer", facts.optimizers[0])
         table.set("optimizer_fused", facts.optimizer_fused)
-        table.set("zero_grad_to_none", facts.zero_grad_to_none)
+        table.set("zero_grad_to_none", facts.zero_grad_to_none and not (facts.gradients_stay and zeroing(view)))
         table.set("grad_clipping", facts.grad_clipping)
         table.set("accumulation", facts.accumulation)
         _foreach(view, table)
@@ -43,6 +43,14 @@ def fill(view: View, table: MetricTable) -> None:
     else:
         for name in ("optimizer_kernels", "own_optimizer_calls"):
             table.miss(name, NO_ROWS)
+
+
+def zeroing(view: View) -> list[KernelRow]:
+    """Rows that zero gradients in place: by `zero_grad`, or by a loop of the script's over gradients that stay."""
+    facts = view.profile.model
+    if facts.zero_grad_to_none and not facts.gradients_stay:
+        return []
+    return [row for row in view.rows if "zero" in row.op and row.phase != "forward"]
 
 
 def one_by_one(row: KernelRow) -> bool:

@@ -220,6 +220,7 @@ class ModelFacts:
     optimizer_fused: bool = False
     optimizer_own: bool = False  # its update is no code of torch.optim's
     zero_grad_to_none: bool = True
+    gradients_stay: bool = False  # they are the same tensors step after step; what zeroes them may be the script itself
     autocast: str = ""  # dtype the script's own autocast uses, "" if none
     grad_scaler: bool = False
     parameter_dtype: str = "fp32"

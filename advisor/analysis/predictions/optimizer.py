@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from advisor.analysis.memory import BYTES, STATES
+from advisor.analysis.optimizer import zeroing
 from advisor.analysis.predictions.basis import (
     POINTWISE_BEST,
     bytes_us,
@@ -80,9 +81,9 @@ def fused_casts(view: View, step: Step, parameters: Mapping[str, str]) -> Change
 def set_to_none(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
     """No gradients that are zeroed to be added to."""
     facts = view.profile.model
-    if facts.zero_grad_to_none:
+    if facts.zero_grad_to_none and not facts.gradients_stay:
         return nothing("gradients are already set to None")
-    zeroed = [row for row in view.rows if "zero" in row.op and row.phase != "forward"]
+    zeroed = zeroing(view)
     if not zeroed:
         return nothing("no kernel zeroes gradients")
     # A first gradient is then kept as it is, not added to zeros: one read of the old one and one write less.

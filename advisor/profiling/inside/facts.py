@@ -26,6 +26,10 @@ from advisor.profiling.inside import settings, untrained
 from advisor.profiling.inside.annotate import module_names
 from advisor.profiling.inside.dtypes import dtype_name
 
+# Writes to a gradient: two a step where it is zeroed in place and added to, some dozens by the time a profile is made. One that was
+# made in this step has one for each further backward pass, and one for clipping.
+WRITTEN_BEFORE = 32
+
 # Variables that change how fast a training runs; shown when set.
 ENVIRONMENT = (
     "CUDA_LAUNCH_BLOCKING",
@@ -121,9 +125,16 @@ def _of_updates(training: Training, seen: Observations) -> dict[str, Any]:
         "optimizer_fused": bool(_option(optimizers, "fused")),
         "optimizer_own": any(not _of_torch(type(optimizer).step) for optimizer in optimizers[:1]),
         "zero_grad_to_none": seen.zero_grad_to_none is not False,
+        "gradients_stay": _gradients_stay(optimizers),
         "autocast": dtype_name(seen.autocast),
         "grad_scaler": any(scaler.is_enabled() for scaler in training.scalers),
     }
+
+
+def _gradients_stay(optimizers: list[torch.optim.Optimizer]) -> bool:
+    """Whether some have been written to more often than the backward passes and clipping of one step do."""
+    held = (p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None and p.grad._version >= WRITTEN_BEFORE for p in held)
 
 
 def _of_processes(device: torch.device, everything: list[nn.Module]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from advisor.analysis import metrics
 from advisor.analysis.predict import predict
 from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
@@ -280,6 +281,11 @@ def test_set_to_none_removes_the_zeroing() -> None:
     found = gain(zeroed, "set_to_none")
     assert found.low == pytest.approx(300 / 116600)
     assert found.high > found.low
+    # The script's own loop over gradients does the same; where nothing zeroes those that stay, nothing is told of it.
+    by_hand = replace(tested, model=replace(base.model, gradients_stay=True))
+    assert gain(by_hand, "set_to_none") == found
+    assert metrics(by_hand)["zero_grad_to_none"].value is False
+    assert metrics(replace(base, model=by_hand.model))["zero_grad_to_none"].value is True
     # Where a backward keeps its graph, gradients are added to the zeros into new tensors.
     added = replace(base.kernels[-1], name="add", op="aten::add", phase="backward", kind="elementwise", time_us=50.0)
     kept = replace(zeroed, kernels=(*zeroed.kernels, added))

@@ -683,6 +683,23 @@ def test_gradients_by_autograd_grad_keep_nothing(found: Found) -> None:
     assert not facts.model_facts(training, discovery, watcher).create_graph
 
 
+def test_gradients_that_the_script_zeroes_by_itself_are_told_to_stay(found: Found) -> None:
+    training, watcher, discovery = found
+    model, other = Net(), Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(facts.WRITTEN_BEFORE // 2 + 1):
+        for weight in model.parameters():
+            if weight.grad is not None:
+                weight.grad.zero_()
+        model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+    assert facts.model_facts(training, discovery, watcher).gradients_stay
+    for weight in model.parameters():
+        weight.grad = None
+    other(torch.randn(4, 3, 8, 8)).square().mean().backward()
+    assert not facts.model_facts(training, discovery, watcher).gradients_stay
+
+
 def test_one_of_two_networks_that_zeroes_its_gradients_is_told(found: Found) -> None:
     training, watcher, discovery = found
     first, second = Net(), Net()
