@@ -1,5 +1,5 @@
 # EXPECT: gradients-unused
-"""Two views, two encoders; the slow one follows in one multi-tensor call but its forward records a graph, so that it gets gradients that nobody uses."""
+"""Two views, two encoders; the slow one follows in one multi-tensor call, and its forward records a graph for nobody."""
 
 import copy
 import sys

@@ -52,7 +52,7 @@ def test_workers_that_start_anew_are_told_with_what_a_start_costs(base, stats, b
     assert finding.sites[0].startswith("train.py:51")
     assert finding.gain is not None
     # With workers that stay an epoch takes 160 ms and the wait for at most one batch, not 320.
-    assert 160 / 320 < finding.gain.high < 0.65
+    assert 160 / 320 < finding.gain.high < 0.8
     assert 60 / 320 / 2 <= finding.gain.low < 160 / 320
 
 
@@ -143,8 +143,14 @@ def test_a_batch_that_is_cheaper_made_than_handed_over_may_lose_by_workers() -> 
 @pytest.mark.parametrize(
     ("make_us", "first_us", "step_us", "measured"),
     # On two cores of an x86 server, two workers and 16 batches an epoch, with persistent workers of one loader beside new ones.
-    [(72_225, 26_955, 8_880, 0.42), (54_351, 5_525_922, 9_590, 0.979), (1_541_374, 4_507_727, 5_722, 0.982)],
-    ids=["fork", "forkserver", "spawn"],
+    # The last by turns: 53 ms an epoch, where its start took 43.
+    [
+        (72_225, 26_955, 8_880, 0.42),
+        (54_351, 5_525_922, 9_590, 0.979),
+        (1_541_374, 4_507_727, 5_722, 0.982),
+        (30_602, 12_602, 11_600, 0.22),
+    ],
+    ids=["fork", "forkserver", "spawn", "fork by turns"],
 )
 def test_the_interval_holds_what_was_measured_when_the_loader_was_kept(make_us, first_us, step_us, measured) -> None:
     stats = {"epoch_make_us": make_us, "epoch_first_us": first_us, "epoch_batches": 16.0, "iterators": 6, "loaders": 6}
@@ -153,7 +159,7 @@ def test_the_interval_holds_what_was_measured_when_the_loader_was_kept(make_us, 
     gain = fired(profile)["workers-restart"].gain
     assert gain is not None
     assert gain.low <= measured <= gain.high
-    assert gain.low > 0.15
+    assert gain.low > 0.06
 
 
 @pytest.mark.parametrize(("stats", "told"), [({"epochs_in_loop": True}, True), ({}, False)])
