@@ -49,6 +49,7 @@ SOUND, VARIED = Path(__file__).with_name("sound"), Path(__file__).with_name("var
 OF_THE_MACHINE = ("cores-taken-by-others",)
 WORTH_FRAC = 0.01  # apply's --min-gain
 CONFIDENCE = 0.95
+UNSURE_FRAC, UNSURE_COST = 0.02, 0.25  # half an interval of a cost: of the step, or of itself
 TRIAL_S = 90
 TRUE, FALSE, NO_PROMISE, NOT_JUDGED = "true", "false", "no promise", "not judged"
 SHOWN = 3  # cards of a report that are put on record
@@ -333,14 +334,16 @@ def page() -> str:
 def _section(machine: str, made: dict[str, Any]) -> list[str]:
     planted = {n: t for n, t in made["trainings"].items() if t["expect"]}
     found = [t for t in planted.values() if t.get("rank") in (1, 2)]
-    priced = {n: t for n, t in planted.items() if t.get("cost") is not None}
+    priced = {n: t for n, t in planted.items() if t.get("cost") is not None and _known(t["cost"])}
+    unknown = [n for n, t in planted.items() if t.get("cost") is not None and n not in priced]
     inside = [t for t in priced.values() if _inside(t)]
     lines = [
         "",
         f"## {made['device'] or 'CPU'}",
         "",
         f"torch {made['torch']}, {made['date']}. Found: {len(found)} of {len(planted)}. "
-        f"Cost inside the predicted interval: {len(inside)} of {len(priced)}.",
+        f"Cost inside the predicted interval: {len(inside)} of {len(priced)}."
+        + (f" Too uncertain to be held to one: {', '.join(unknown)}." if unknown else ""),
         "",
         "| training | wanted | card | first card | second card | cost of the step (95 %) | predicted |",
         "|---|---|---:|---|---|---:|---:|",
@@ -388,6 +391,12 @@ def _sound(trainings: dict[str, Any]) -> list[str]:
 def _inside(training: dict[str, Any]) -> bool:
     predicted = (training.get("expected") or {}).get("predicted")
     return bool(predicted) and predicted[0] <= training["cost"][1] <= predicted[1]
+
+
+def _known(cost: Sequence[float]) -> bool:
+    """Whether a cost is known well enough to be held to what was predicted."""
+    low, middle, high = cost
+    return (high - low) / 2 <= max(UNSURE_FRAC, UNSURE_COST * abs(middle))
 
 
 def judgement(training: dict[str, Any]) -> str:

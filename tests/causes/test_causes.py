@@ -121,6 +121,7 @@ def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytes
             "first": training(1, [0.19, 0.2, 0.21], [0.1, 0.3]),
             "second": training(2, [0.4, 0.5, 0.6], [0.1, 0.3]),
             "third": training(3, None, [0, 0]),
+            "noisy": training(3, [0.03, 0.13, 0.22], [0.1, 0.3]),
             "broken": {"expect": ["a-rule"], "error": "exit code 1: no"},
             "first-cured": {**training(1, None, [0, 0]), "expect": []},
             "second-cured": {**training(1, None, [0, 0]), "expect": [], "cards": [_card("another")]},
@@ -130,7 +131,8 @@ def test_the_page_counts_what_was_found_and_what_was_foretold(monkeypatch: pytes
     (tmp_path / "cpu.json").write_text(json.dumps(made), encoding="utf-8")
     monkeypatch.setattr(causes_page, "RECORDS", tmp_path)
     page = causes_page.page()
-    assert "Found: 2 of 4." in page
+    assert "Found: 2 of 5." in page
+    assert "Too uncertain to be held to one: noisy." in page
     assert "Cost inside the predicted interval: 1 of 2." in page
     assert "Of 2 of them without their fault still told of it: first-cured." in page
     assert f"Sound, {len(SOUND)}, of which 5 with a false first card and 2 on a machine too busy to judge" in page
