@@ -7,7 +7,7 @@ then whole-graph compilers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
@@ -375,9 +375,19 @@ def members(identifier: str) -> tuple[Row, ...]:
     return tuple(map(row, identifier.split(TOGETHER)))
 
 
+MOST_TITLES = 2  # of changes tried as one, that are told by their titles
+
+
 def title(identifier: str) -> str:
     """What people call this transform, or these where several were tried as one."""
-    return " and ".join(entry.title for entry in members(identifier))
+    return title_of_several([(entry.id, entry.title) for entry in members(identifier)])
+
+
+def title_of_several(named: Sequence[tuple[str, str]]) -> str:
+    """What people call these, pairs of id and title, as one. Of many the titles would fill four lines: their ids say which they are."""
+    if len(named) <= MOST_TITLES:
+        return " and ".join(title for _, title in named)
+    return f"{len(named)} changes as one ({', '.join(identifier for identifier, _ in named)})"
 
 
 def conflicts(identifier: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from advisor.core import transform_table
 from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
@@ -30,7 +31,7 @@ class Bundle(Transform):
 
     @property
     def title(self) -> str:
-        return " and ".join(m.title for m in self.members)
+        return transform_table.title_of_several([(m.id, m.title) for m in self.members])
 
     @property
     def semantics(self) -> Semantics:

@@ -80,6 +80,7 @@ class Script:
     refused: str = ""  # why a rank has refused to divide it
     rank_failed: str = ""  # the first rank that ended by an exception, and which
     on_trial: str = ""  # the change that the latest process has said that it tries, and has no verdict on
+    _told_reason: str = ""  # of the latest verdict
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _until_unix_s: float = 0.0  # of the latest process, when its trials are over
@@ -211,7 +212,9 @@ class Script:
         elif kind == "verdict":
             self.on_trial = ""
             self.model_hash = str(event.get("model") or self.model_hash)
-            self.say(f"{name}: {event.get('status')}, {event.get('reason')}")
+            reason = str(event.get("reason"))
+            self.say(f"{name}: {event.get('status')}, {'as above' if reason == self._told_reason else reason}")
+            self._told_reason = reason
         elif kind == "postponed":
             self.say(f"{name}: {event.get('reason')}; advisor tries it again after CUDA graphs")
         elif kind == WAITING:

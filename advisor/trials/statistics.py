@@ -137,7 +137,7 @@ def decide(
         few = "fewer than two pairs of blocks were timed" if len(pairs) < 2 else ""
         return Decision(INCONCLUSIVE, None, None, few or "block times are missing or not positive")
     gain, point = result
-    told = f"{_share(point)} of the step saved ({_share(gain.low)} to {_share(gain.high)}, {len(pairs)} pairs)"
+    told = f"{_share(point)} of the step saved ({_interval(gain)}, {len(pairs)} pairs)"
     if gain.low > min_gain:
         if len(pairs) >= usable[0]:
             return Decision(KEPT, gain, point, told)
@@ -242,6 +242,13 @@ def whole_blocks(found: Sequence[float], count: int) -> list[float]:
     """The means of every `count` parts that follow each other, one a block; a block that lacks parts is left out."""
     count = max(1, count)
     return [math.fsum(found[i : i + count]) / count for i in range(0, len(found) - count + 1, count)]
+
+
+def _interval(gain: Interval) -> str:
+    """`0.4 % to 3.1 %`; of one that reaches below twice the step it says that it is of no use."""
+    if gain.low < -1.0:
+        return "too few or too noisy for an interval"
+    return f"{_share(gain.low)} to {_share(gain.high)}"
 
 
 def _share(fraction: float) -> str:

@@ -117,7 +117,7 @@ def test_changes_known_to_win_are_proved_in_one_trial(tmp_path):
     }
     faster, quicker = verdicts["faster"], verdicts["quicker"]
     assert (faster.together, quicker.together) == (("quicker",), ("faster",))
-    assert faster.reason.endswith("together with another change of the tests")
+    assert faster.reason.endswith("tried as one with 1 other change")
     # One set of blocks, of both: 2 + 50 ms become 2 + 20, of which none can be told of either alone.
     assert faster.blocks == quicker.blocks
     assert faster.gain is quicker.gain is None
@@ -229,7 +229,7 @@ def test_noise_that_hides_several_as_one_is_not_asked_about_the_least_of_them(tm
         "quicker": "kept",
     }
     told_of = verdicts["faster"]
-    assert "together with another change of the tests" in told_of.reason
+    assert "tried as one with 1 other change" in told_of.reason
     assert told_of.reason.endswith("alone its predicted gain is below the noise")
     assert (told_of.together, told_of.gain, told_of.predicted.high) == ((), None, 0.02)
     assert ("trial", "faster", 0) not in told(tmp_path, "trial")

@@ -37,7 +37,7 @@ from advisor.trials.kept import KeptChanges
 from advisor.trials.live.beside import MODES, CompiledBeside
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.loop import Loop
-from advisor.trials.live.members import kept_with, of_member
+from advisor.trials.live.members import kept_with, of_member, tried_with
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
@@ -417,8 +417,8 @@ class SearchDriver:
     ) -> None:
         """What noise has left open as one is left open one by one, where a trial of its own could tell no more."""
         for member in hidden:
-            others = " and ".join(self.loop.find(m.transform).title for m in members if m is not member)
-            reason = f"{verdict.reason}, together with {others}; alone its predicted gain is below the noise"
+            together = tried_with(len(members) - 1)
+            reason = f"{verdict.reason}; {together}; alone its predicted gain is below the noise"
             timing = Check(passed=False, detail=reason)
             own = of_member(verdict, self.loop.find(member.transform), member, members)
             self._conclude(dataclasses.replace(own, reason=reason, gain=None, timing=timing))

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from advisor.core.findings import Recommendation
+from advisor.core.units import counted
 from advisor.core.verdict import Verdict
 from advisor.transforms.base import Transform
 
@@ -27,6 +28,10 @@ def of_member(
 
 def kept_with(verdict: Verdict, others: Sequence[Transform]) -> Verdict:
     """A member's verdict that was kept together with these: the gain is of all of them."""
-    titles = " and ".join(other.title for other in others)
-    reason, ids = f"{verdict.reason}, together with {titles}", tuple(other.id for other in others)
-    return dataclasses.replace(verdict, reason=reason, gain=None, together=ids)
+    reason = f"{verdict.reason}; {tried_with(len(others))}"
+    return dataclasses.replace(verdict, reason=reason, gain=None, together=tuple(other.id for other in others))
+
+
+def tried_with(others: int) -> str:
+    """That the verdict is on so many others as well. Which they are is in `together`, and each has this verdict."""
+    return f"tried as one with {counted(others, 'other change')}"
