@@ -173,7 +173,7 @@ class _Captured:
     def run(self, layer: CaptureLayer, /, *args: Any, **kwargs: Any) -> Any:
         """The captured forward, its graphs as `layer` rewrites them."""
         outer, self._in_force.layer = self._in_force.layer, layer
-        before = _autocasts()
+        before = autocasts_around()
         try:
             with _in_one_piece() if _in_a_group() else contextlib.nullcontext():
                 return self._forward(*args, **kwargs)
@@ -184,7 +184,7 @@ class _Captured:
             self._in_force.layer = outer
 
 
-def _autocasts() -> int:
+def autocasts_around() -> int:
     """How many autocasts this thread is inside of."""
     count = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
@@ -195,7 +195,7 @@ def _leave_autocasts(before: int) -> None:
     """A captured graph that has failed does not leave the autocast that it has entered (a CUDA graph that could not be captured, memory that
     ran out). Weights' copies in half precision would be kept from then on, and no update of theirs be seen.
     """
-    left = _autocasts() - before
+    left = autocasts_around() - before
     for _ in range(left):
         torch.autocast_decrement_nesting()
     if left and not before:

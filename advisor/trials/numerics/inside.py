@@ -63,12 +63,12 @@ def by_layers(
         return found
     if not all(id(p) in judged.told for p in trained):
         return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{judged.alone}")
-    against = _outputs_off(plain, judged.right)
+    against = outputs_off(plain, judged.right)
     if against and (more := yardstick(plain, semantics)) is not None:
         off()
         plain.noise += more(plain)
         on()
-        against = _outputs_off(plain, judged.right)
+        against = outputs_off(plain, judged.right)
     against = against or _captured_off(plain)
     if against:
         return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} are right by themselves, but {against}")
@@ -76,7 +76,7 @@ def by_layers(
     return Check(passed=True, detail=detail, numbers={**found.numbers, "of_bound": 1.0})
 
 
-def _outputs_off(plain: PlainStep, right: Set[str]) -> str:
+def outputs_off(plain: PlainStep, right: Set[str]) -> str:
     """Which output is out of its bounds, or which update of a buffer that no module of these owns; "" for none."""
 
     def counts(group: str) -> bool:

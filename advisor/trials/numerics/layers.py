@@ -190,7 +190,7 @@ def _compared(again: list[Rerun]) -> dict[str, Told]:
             _errors([f[n] for _, f, base in pairs for n in base], [t for _, _, base in pairs for t in base.values()])
         )
         for rerun, _, base in pairs:
-            ratios = _ratios(rerun, base, dict.fromkeys(base, Apart()), {name: next(every) for name in base})
+            ratios = error_ratios(rerun, base, dict.fromkeys(base, Apart()), {name: next(every) for name in base})
             right = max(ratios.values(), default=0.0) <= 1.0
             told[rerun.name] = Told(ratios, False, False, rerun.own) if right else _closely(rerun, base)
     return told
@@ -225,14 +225,14 @@ def _closely(rerun: Rerun, base: dict[str, torch.Tensor]) -> Told:
     """Told by what one rounding of all that goes in does to the plain module."""
     found, draws = rerun.found(), range(1, _DRAWS + 1)
     noisy = _noisy(rerun, base, draws)
-    told = _ratios(rerun, base, noisy, apart(found, base))
+    told = error_ratios(rerun, base, noisy, apart(found, base))
     if rerun.holds and 1.0 < max(told.values(), default=0.0) < _NEARLY:
         more = _noisy(rerun, base, range(_DRAWS + 1, _DRAWS + _MORE_DRAWS + 1))
         noisy = {name: Apart(*map(max, noisy[name], more[name])) for name in base}
-        told = _ratios(rerun, base, noisy, apart(found, base))
+        told = error_ratios(rerun, base, noisy, apart(found, base))
     sharp = {n: most.error <= (_SHARP_BUFFER if n.startswith(BUFFER) else _SHARP) for n, most in noisy.items()}
     if any(ratio > 1.0 for ratio in told.values()) and (half := _in_half(rerun)) is not None:
-        other = _ratios(rerun, half, noisy, apart(found, half))
+        other = error_ratios(rerun, half, noisy, apart(found, half))
         told = {name: min(ratio, other[name]) for name, ratio in told.items()}
     if rerun.plain.random and any(ratio > 1.0 for ratio in told.values()):
         others = [rerun.results(-seed) for seed in range(1, _RANDOM_DRAWS + 1)]
@@ -266,7 +266,7 @@ def _noisy(rerun: Rerun, base: dict[str, torch.Tensor], seeds: range) -> dict[st
     return {name: Apart(*map(max, zip(*(draw[name] for draw in noise), strict=True))) for name in base}
 
 
-def _ratios(
+def error_ratios(
     rerun: Rerun, base: dict[str, torch.Tensor], noisy: dict[str, Apart], errors: dict[str, Apart]
 ) -> dict[str, float]:
     """By result the error over its bound; 0 where it tells nothing."""

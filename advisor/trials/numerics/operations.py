@@ -77,7 +77,7 @@ def by_pytorch(plain: PlainStep) -> Iterator[None]:
     with contextlib.ExitStack() as inside:
         inside.enter_context(ForwardStack.without(modules, GRAPH))
         for layer in _captures(modules):
-            inside.enter_context(layer.running(lambda graph: _ByPyTorch(graph).run))
+            inside.enter_context(layer.running(lambda graph: ByPyTorch(graph).run))
         inside.enter_context(dispatch.nothing())
         yield
 
@@ -86,7 +86,7 @@ def _captures(modules: Sequence[torch.nn.Module]) -> list[CaptureLayer]:
     return [layer for m in modules if isinstance(layer := ForwardStack.of(m).get(CAPTURE), CaptureLayer)]
 
 
-class _Interpreter(fx.Interpreter):
+class Interpreter(fx.Interpreter):
     """Runs a rewritten graph; no autocast that it enters outlasts it."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,7 +107,7 @@ class _Interpreter(fx.Interpreter):
         return result
 
 
-class _ByPyTorch(_Interpreter):
+class ByPyTorch(Interpreter):
     """Runs a rewritten graph with the functions that its operations stand for."""
 
     def run_node(self, node: fx.Node) -> Any:
@@ -119,7 +119,7 @@ class _ByPyTorch(_Interpreter):
         return function(*args[: len(args) - len(names)], **kwargs, **plainly)
 
 
-class _Noting(_Interpreter):
+class _Noting(Interpreter):
     """Runs a rewritten graph, and notes what its own operations are given and give."""
 
     def __init__(self, graph: fx.GraphModule, calls: list[Operation], copies: Copies, kind: str) -> None:

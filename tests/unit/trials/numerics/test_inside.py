@@ -95,14 +95,14 @@ def test_captured_kernels_that_round_elsewhere_are_no_fault_of_a_deep_net(
         return (y.float() * (1.0 + 2.0**-8 * signs)).to(y.dtype)
 
     monkeypatch.setattr(reference, "batchnorm_act", kernel)
-    monkeypatch.setattr(inside, "_outputs_off", lambda plain, right: "")  # tested by itself
+    monkeypatch.setattr(inside, "outputs_off", lambda plain, right: "")  # tested by itself
     if fault:
-        run = operations._Interpreter.run
+        run = operations.Interpreter.run
 
         def lost(self: Any, *args: Any, **kwargs: Any) -> Any:
             return run(self, *(2.0 * arg if isinstance(arg, torch.Tensor) else arg for arg in args), **kwargs)
 
-        monkeypatch.setattr(operations._ByPyTorch, "run", lost)
+        monkeypatch.setattr(operations.ByPyTorch, "run", lost)
     parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
     check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
     assert check.passed is not fault, check
@@ -173,7 +173,7 @@ def test_what_is_smaller_as_a_whole_shows_where_noise_is_as_large() -> None:
     usual = layers.apart({name: base + 0.2 * noise}, {name: base})
 
     def told(found: torch.Tensor) -> float:
-        return layers._ratios(block, {name: base}, usual, layers.apart({name: found}, {name: base}))[name]
+        return layers.error_ratios(block, {name: base}, usual, layers.apart({name: found}, {name: base}))[name]
 
     assert told(base + 0.3 * noise) <= 1.0
     assert told(0.7 * base) > 1.0
@@ -379,12 +379,12 @@ def test_a_captured_graph_that_fails_leaves_no_autocast_behind(monkeypatch: pyte
     x = torch.randn(4, 3, 16, 16)
     offs = [part() for part in (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)]
     model(x)
-    before = capture._autocasts()
+    before = capture.autocasts_around()
     with monkeypatch.context() as patched:
         patched.setattr(reference, "batchnorm_act", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(x)
-    assert capture._autocasts() == before
+    assert capture.autocasts_around() == before
     for off in reversed(offs):
         off()
 
