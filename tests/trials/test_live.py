@@ -229,7 +229,7 @@ def test_noise_that_hides_several_as_one_is_not_asked_about_the_least_of_them(tm
         "quicker": "kept",
     }
     told_of = verdicts["faster"]
-    assert "tried as one with 1 other change" in told_of.reason
+    assert "tried as one with 2 other changes" in told_of.reason
     assert told_of.reason.endswith("alone its predicted gain is below the noise")
     assert (told_of.together, told_of.gain, told_of.predicted.high) == ((), None, 0.02)
     assert ("trial", "faster", 0) not in told(tmp_path, "trial")
