@@ -19,6 +19,8 @@ class ConvCall:
     dtype: torch.dtype
     channels_last: bool
     followed_by_bn: bool = False
+    cudnn: bool = True  # it was switched on then: a script may switch it off around a part of the step
+    deterministic: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,8 +87,13 @@ class Observations:
         """Some module was called: a convolution, or perhaps the norm behind one."""
         if isinstance(module, torch.nn.modules.conv._ConvNd) and args and isinstance(args[0], torch.Tensor):
             value = args[0]
+            cudnn = torch.backends.cudnn
             self.convs[id(module)] = ConvCall(
-                tuple(value.shape), autocast_dtype(value.device.type) or value.dtype, is_channels_last(value)
+                tuple(value.shape),
+                autocast_dtype(value.device.type) or value.dtype,
+                is_channels_last(value),
+                cudnn=cudnn.enabled,
+                deterministic=cudnn.deterministic,
             )
             if isinstance(output, torch.Tensor):
                 self.last_conv = (module, output)

@@ -1,7 +1,8 @@
 """Why the device had nothing to do: each gap in its work, split by what the host was doing meanwhile.
 
 In this order: a host/device copy was running (copy); the training thread was in the loader's `next()` (data); the gap
-began while the host waited for the device, so the queue had been drained (sync); the host was running operators, launch
+began while the host waited for the device, so the queue had been drained (sync), or the host was silent behind a result that
+it had copied (sync too: a metric in NumPy or Python, behind a queue that was empty anyway); the host was running operators, launch
 calls, module or optimizer code (launch). What is left is other, such as the short gaps between kernels that were queued.
 """
 
@@ -19,6 +20,14 @@ DATA, LAUNCH, COPY, SYNC, OTHER = "data", "launch", "copy", "sync", "other"
 # Python between two operators (attribute look-ups, the loop itself) is launch work too; a longer silence is something else.
 HOST_PAUSE_NS = 100_000
 MAX_SITES = 20
+COPYING = (
+    "aten::to",
+    "aten::_to_copy",
+    "aten::copy_",
+)  # operators that copy whole tensors, at the end of a wait's name
+
+Wait = tuple[int, int, str, str]
+"""Start and end, ns; source; what."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,7 +40,7 @@ class HostActivity:
     """
 
     loading: list[Interval] = field(default_factory=list)
-    waiting: list[tuple[int, int, str, str]] = field(default_factory=list)  # start, end, source, what
+    waiting: list[Wait] = field(default_factory=list)
     working: list[Interval] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)  # ascending
     launched: list[int] = field(default_factory=list)
@@ -106,7 +115,7 @@ def device_idle(
 
 def _attribute(
     tally: _Tally, rest: list[Interval], a: int, b: int, host: HostActivity,
-    waits: list[tuple[int, int, str, str]], wait_starts: list[int], busy_host: list[Interval],
+    waits: list[Wait], wait_starts: list[int], busy_host: list[Interval],
 ) -> None:  # fmt: skip
     if not rest:
         return
@@ -127,12 +136,26 @@ def _attribute(
         union([*working, *(piece for r in rest for piece in clip([(launched, b)], *r))]) if launched < b else working
     )
     tally.add(LAUNCH, working, source, "the host prepares the next launch")
-    tally.add(OTHER, subtract(rest, working), source, "the host does something else")
+    for silence in subtract(rest, working):
+        copied = _copied_before(silence, waits, wait_starts, busy_host)
+        if copied is not None:
+            tally.add(SYNC, [silence], copied[2], copied[3])
+        else:
+            tally.add(OTHER, [silence], source, "the host does something else")
 
 
-def _waiting_at(
-    time: int, waits: list[tuple[int, int, str, str]], starts: list[int]
-) -> tuple[int, int, str, str] | None:
+def _copied_before(silence: Interval, waits: list[Wait], starts: list[int], busy_host: list[Interval]) -> Wait | None:
+    """The wait for a tensor to be copied that was the last thing the host did before it fell silent; None where there was none."""
+    last = bisect_right(busy_host, silence[0], key=lambda interval: interval[0]) - 1
+    fell_silent = min(busy_host[last][1], silence[0]) if last >= 0 else silence[0]
+    found = bisect_right(starts, fell_silent) - 1
+    wait = waits[found] if found >= 0 else None
+    if wait is None or not wait[3].endswith(COPYING) or fell_silent - wait[1] > HOST_PAUSE_NS:
+        return None
+    return wait
+
+
+def _waiting_at(time: int, waits: list[Wait], starts: list[int]) -> Wait | None:
     """The wait for the device that was going on at `time`."""
     for wait in reversed(waits[max(bisect_right(starts, time) - 8, 0) : bisect_right(starts, time)]):
         if wait[1] >= time:

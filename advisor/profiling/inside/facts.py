@@ -289,12 +289,13 @@ def _graphed(modules: list[nn.Module]) -> bool:
 
 
 def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
+    # What a part of the step alone runs under may be as before by now: a context manager around forward.
+    convs = seen.convs.values()
     flags = {
-        "cudnn_enabled": torch.backends.cudnn.enabled,
+        "cudnn_enabled": torch.backends.cudnn.enabled and all(conv.cudnn for conv in convs),
         "cudnn_benchmark": torch.backends.cudnn.benchmark,
-        "cudnn_deterministic": torch.backends.cudnn.deterministic,
+        "cudnn_deterministic": torch.backends.cudnn.deterministic or any(conv.deterministic for conv in convs),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
-        # Also where only a part of the step runs under it: by now it may be off again.
         "anomaly": torch.is_anomaly_enabled() or bool(seen.stack_us),
         "uses_cupy": "cupy" in sys.modules,
     }

@@ -700,6 +700,20 @@ def test_gradients_that_the_script_zeroes_by_itself_are_told_to_stay(found: Foun
     assert not facts.model_facts(training, discovery, watcher).gradients_stay
 
 
+def test_flags_that_hold_around_a_part_of_the_step_are_told(found: Found) -> None:
+    training, watcher, discovery = found
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        with torch.backends.cudnn.flags(enabled=False, deterministic=True):
+            model(torch.randn(4, 3, 8, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    flags = facts.model_facts(training, discovery, watcher).flags
+    assert torch.backends.cudnn.enabled
+    assert (flags["cudnn_enabled"], flags["cudnn_deterministic"]) == (False, True)
+
+
 def test_one_of_two_networks_that_zeroes_its_gradients_is_told(found: Found) -> None:
     training, watcher, discovery = found
     first, second = Net(), Net()

@@ -107,6 +107,26 @@ def test_long_silence_of_the_host_is_other() -> None:
     assert result["other"] == 1780.0
 
 
+@pytest.mark.parametrize(
+    ("operator", "again", "sync"),
+    [("aten::to", 0, 1455.0), ("aten::copy_", 0, 1455.0), ("aten::item", 0, 0.0), ("aten::to", 1, 175.0)],
+    ids=["a metric", "copied into", "a scalar", "something else between"],
+)
+def test_silence_behind_a_tensor_that_was_copied_is_spent_on_it(operator: str, again: int, sync: float) -> None:
+    """The device is idle from 100 µs on, the copy comes at 300, and from 425 to 1880 Python counts what it has brought."""
+    b = busy_start(2000)
+    b.note("line:train.py:9", 290, 425)
+    b.op(operator, 300, 420)
+    b.call("cudaStreamSynchronize", 310, 415)
+    if again:
+        b.op("aten::add", 600, 900)
+    b.op("aten::mul", 1880, 1900)
+    b.launch("second", 1890, 1900, 2000)
+    found_ = next(i for i in found(b).idle if i.cause == "sync")
+    assert found_.time_us == sync
+    assert not found_.sites or found_.sites[0].source == "train.py:9"
+
+
 def test_a_range_around_the_whole_step_proves_nothing() -> None:
     b = busy_start(2000)
     b.op("train_step", 0, 2000, annotation="user:train_step")
