@@ -46,7 +46,7 @@ PAGE = ROOT / "docs" / "causes.md"
 TIMEOUT_S = 600
 CURED = "-cured"
 SOUND, VARIED = Path(__file__).with_name("sound"), Path(__file__).with_name("varied")
-OF_THE_MACHINE = ("cores-taken-by-others",)
+OF_THE_MACHINE = ("cores-taken-by-others", "gpu-shared")
 WORTH_FRAC = 0.01  # apply's --min-gain
 CONFIDENCE = 0.95
 UNSURE_FRAC, UNSURE_COST = 0.02, 0.25  # half an interval of a cost: of the step, or of itself
@@ -406,7 +406,7 @@ def judgement(training: dict[str, Any]) -> str:
         return NOT_JUDGED
     if card is None:
         return NO_PROMISE
-    if card["rules"][0] in OF_THE_MACHINE:
+    if any(card["rules"][0] in OF_THE_MACHINE for card in training["cards"]):
         return NOT_JUDGED
     if not card["transform"]:
         return FALSE

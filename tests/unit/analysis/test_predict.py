@@ -270,6 +270,22 @@ def test_fused_optimizer_keeps_five_passes_of_sgd() -> None:
     assert (rms.high, rms.basis) == (0.0, "torch has no fused RMSprop")
 
 
+@pytest.mark.parametrize(
+    ("calls", "low", "high"),
+    # 40 calls of 2.5 ms, or 1,000 of 0.1 ms, that a processor with units for bf16 multiplies three times as fast.
+    [(20, -0.04, 0.5), (500, -0.8, 0.13)],
+    ids=["long calls", "short calls"],
+)
+def test_on_a_cpu_short_calls_gain_nothing_from_bf16_and_pay_for_its_casts(calls: int, low: float, high: float) -> None:
+    base = profiles.laptop()
+    rates = {**base.environment.matrix_tflops, "bf16": 3 * base.environment.matrix_tflops["fp32"]}
+    rows = (replace(row, calls=calls) if row.kind == "conv" else row for row in base.kernels)
+    quick = profiles.with_rows(replace(base, environment=replace(base.environment, matrix_tflops=rates)), *rows)
+    found = gain(quick, "amp_bf16")
+    assert low < found.low < low / 2
+    assert high * 0.6 < found.high < high * 1.2
+
+
 def test_set_to_none_removes_the_zeroing() -> None:
     base = profiles.resnet50()
     zero = replace(
