@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from advisor.analysis.conv import bias_row
-from advisor.analysis.rows import HALF, is_own, is_strict_fp32, shapes_of
+from advisor.analysis.conv_alternatives import OCTET, Alternative, Asked, alternatives
+from advisor.analysis.rows import HALF, is_own, shapes_of
 from advisor.analysis.view import View
 from advisor.core import architectures, layers
 from advisor.core.environment import Environment
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
-from advisor.core.roofline import limit_us, matrix_tflops
+from advisor.core.roofline import limit_us
+from advisor.core.units import time_text
 
 FORWARD, DATA, WEIGHT, GRADIENTS = "forward", "data gradient", "weight gradient", "gradients"
-LARGE_TAPS, EXACT_TAPS = 11, ((1, 1), (3, 3))  # of the families large_depthwise and exact_conv
-OCTET = 8  # channels of 16 bits that a tensor core's operand is loaded by
+RATES_ERROR = 1.1  # a product may be this much faster than rates that were measured in other work
+# Times fewer products than a direct convolution: F(4 x 4, 3 x 3). What transforms need hangs on their sizes, which no name tells.
+_FEWER = {"Winograd": 4.0, "FFT": math.inf}
+_Key = tuple[str, str, str]  # place, shapes of input and weight, direction
 
 # The first that a kernel's name has in it. Names are cuDNN's, cuBLAS's, cutlass's and PyTorch's own (ATen/native/cuda/DepthwiseConv2d.cu).
 _ALGORITHMS = (
@@ -37,19 +42,6 @@ _GENERATION = re.compile(r"sm(70|75|80|86|89|90|100|103|120)", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
-    """Another way to make a product: what, by which transform of `apply` (empty: none), the least time that it needs here, and its error.
-
-    `time_us` is modelled: bytes and operations over this machine's measured rates, nothing of how near a kernel comes to them.
-    """
-
-    what: str
-    transform: str
-    time_us: float
-    error: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
     """One product of one convolution, a step: forward, gradient of the input or of the weight.
 
@@ -65,7 +57,9 @@ class Product:
         conversions: names of kernels that slice, pad or transpose for it, with `conversion_us` their time.
         time_us, calls: of its own kernels.
         flops, nbytes, least_us: operations and bytes, and the least time that this machine needs for them; 0.0 where not known.
-        alternative: the one with the least time of those that the run does not use; None where none is faster.
+            Bytes that L2 holds bound nothing; Winograd is held to its own operations, FFT to bytes alone.
+        alternatives: what is faster and the run does not use: at most one that was measured, then at most one that is modelled.
+        error: what cannot be of its time, bytes or operations; empty where nothing is wrong.
     """
 
     module: str
@@ -85,7 +79,8 @@ class Product:
     flops: float
     nbytes: float
     least_us: float
-    alternative: Alternative | None
+    alternatives: tuple[Alternative, ...]
+    error: str
 
     @property
     def total_us(self) -> float:
@@ -99,8 +94,8 @@ class Product:
 
     @property
     def of_limit(self) -> float | None:
-        """Least time over the time with conversions; None where it is not known."""
-        return min(1.0, self.least_us / self.total_us) if self.least_us > 0 and self.total_us > 0 else None
+        """Least time over the time with conversions; None where it is not known. Beyond 1 by more than the rates' own error it is an `error`."""
+        return self.least_us / self.total_us if self.least_us > 0 and self.total_us > 0 else None
 
 
 def algorithm(row: KernelRow) -> str:
@@ -122,31 +117,71 @@ def direction(row: KernelRow) -> str:
 def products(profile: StepProfile) -> tuple[Product, ...]:
     """All products of the step's convolutions, those that take longest first."""
     view = View.of(profile)
-    groups: dict[tuple[str, str], list[KernelRow]] = {}
+    groups: dict[_Key, list[KernelRow]] = {}
     for row in view.rows:
         if row.kind == "conv" and not bias_row(view, row) and not row.name.startswith("Memset"):
-            groups.setdefault((row.module or row.source or row.shapes, direction(row)), []).append(row)
-    forward = {place: rows for (place, of), rows in groups.items() if of == FORWARD}
+            groups.setdefault((*_call(row), direction(row)), []).append(row)
+    _join_unknown(groups)
+    forward = _Forwards(groups)
     conversions = _conversions(view, groups)
     convs = layers.convolutions(profile)
     found = [
-        _product(view, rows, of, forward.get(place, []), conversions.get((place, of), []), convs)
-        for (place, of), rows in groups.items()
+        _product(view, rows, key, forward.of(key), conversions.get(key, []), convs, _of_gradients(groups, key))
+        for key, rows in groups.items()
     ]
-    return tuple(sorted(found, key=lambda p: (-p.total_us, p.module, p.direction)))
+    return tuple(sorted(found, key=lambda p: (-p.total_us, p.module, p.shape, p.direction)))
 
 
-def _conversions(view: View, groups: dict[tuple[str, str], list[KernelRow]]) -> dict[tuple[str, str], list[KernelRow]]:
+def _join_unknown(groups: dict[_Key, list[KernelRow]]) -> None:
+    """Where one kernel of a backward does not tell its product, none does: what is named may be no more than a helper of it."""
+    for place, call, of in [key for key in groups if key[2] == GRADIENTS]:
+        for named in (DATA, WEIGHT):
+            groups[place, call, of] += groups.pop((place, call, named), [])
+
+
+def _call(row: KernelRow) -> tuple[str, str]:
+    """Where a convolution stands, and the shapes of its input and weight; one module may be called with several."""
+    shapes = shapes_of(row)
+    first = 1 if "backward" in row.op else 0  # behind the output's gradient
+    operands = shapes[first : first + 2]
+    return row.module or row.source or row.shapes, str(operands) if len(operands) == 2 and all(operands) else ""
+
+
+class _Forwards:
+    """The forwards' rows, by their convolution."""
+
+    def __init__(self, groups: Mapping[_Key, list[KernelRow]]) -> None:
+        self._by_call = {key[:2]: rows for key, rows in groups.items() if key[2] == FORWARD}
+        self._by_place: dict[str, list[list[KernelRow]]] = {}
+        for (place, _), rows in self._by_call.items():
+            self._by_place.setdefault(place, []).append(rows)
+
+    def of(self, key: _Key) -> list[KernelRow]:
+        """Of this convolution; where its shapes are not known, the only one there."""
+        found = self._by_call.get(key[:2])
+        if found is None and not key[1] and len(self._by_place.get(key[0], ())) == 1:
+            return self._by_place[key[0]][0]
+        return found or []
+
+
+def _of_gradients(groups: Mapping[_Key, list[KernelRow]], key: _Key) -> float:
+    """A gradient's share of the time of all gradients of its convolution."""
+    times = {k: sum(row.time_us for row in rows) for k, rows in groups.items() if k[:2] == key[:2] and k[2] != FORWARD}
+    return times.get(key, 0.0) / sum(times.values()) if key in times else 0.0
+
+
+def _conversions(view: View, groups: Mapping[_Key, list[KernelRow]]) -> dict[_Key, list[KernelRow]]:
     """Changes of layout inside a convolution's operator, by the product that they stand beside.
 
     Those of a backward go to the longer of its products: their names do not tell which of the two they serve.
     """
-    found: dict[tuple[str, str], list[KernelRow]] = {}
+    found: dict[_Key, list[KernelRow]] = {}
     for row in view.rows:
         if row.kind != "layout" or "convolution" not in row.op:
             continue
-        place = row.module or row.source or row.shapes
-        of = [key for key in groups if key[0] == place and (key[1] == FORWARD) == (row.phase != "backward")]
+        call = _call(row)
+        there = [key for key in groups if key[0] == call[0] and (key[2] == FORWARD) == (row.phase != "backward")]
+        of = [key for key in there if key[1] == call[1]] or there
         if of:
             longest = max(of, key=lambda key: sum(r.time_us for r in groups[key]))
             found.setdefault(longest, []).append(row)
@@ -156,20 +191,33 @@ def _conversions(view: View, groups: dict[tuple[str, str], list[KernelRow]]) -> 
 def _product(
     view: View,
     rows: Sequence[KernelRow],
-    of: str,
+    key: _Key,
     forward: Sequence[KernelRow],
     conversions: Sequence[KernelRow],
     convs: dict[str, ConvFact],
+    of_gradients: float,
 ) -> Product:
+    of = key[2]
     longest = max(rows, key=lambda row: (row.time_us, row.name))
-    environment = view.profile.environment
     flops, nbytes = _work(rows, of, forward)
-    times = sum(row.time_us for row in rows)
+    times, converting = sum(row.time_us for row in rows), sum(row.time_us for row in conversions)
     dtype = "tf32" if longest.dtype == "fp32" and longest.tensor_core else longest.dtype
-    least = limit_us(environment, nbytes=nbytes, flops=flops, dtype=dtype) if flops or nbytes else 0.0
     shape = next(iter(shapes_of(forward[0] if forward else longest)), [])
     if not forward and longest.phase == "backward":
         shape = [*shapes_of(longest), [], []][1]  # the output's gradient comes first
+    how = algorithm(longest)
+    least = _least_us(view.profile.environment, nbytes, flops, longest.calls, dtype, how)
+    asked = Asked(
+        row=longest,
+        shape=tuple(shape),
+        forward=of == FORWARD,
+        of_gradients=of_gradients,
+        calls=longest.calls,
+        flops=flops,
+        nbytes=nbytes,
+        time_us=times + converting,
+        conversion_us=converting,
+    )
     return Product(
         module=longest.module,
         layer=layers.layer(forward[0] if forward else longest, convs),
@@ -177,29 +225,55 @@ def _product(
         shape=tuple(shape),
         dtype=dtype,
         layout=longest.layout,
-        algorithm=algorithm(longest),
-        units=_units(longest, environment),
+        algorithm=how,
+        units=_units(longest, view.profile.environment),
         kernel=longest.name,
         reasons=tuple(_reasons(view, longest, conversions)),
         conversions=tuple(dict.fromkeys(row.name for row in conversions)),
-        conversion_us=sum(row.time_us for row in conversions),
+        conversion_us=converting,
         time_us=times,
         calls=sum(row.calls for row in rows),
         flops=flops,
         nbytes=nbytes,
         least_us=least,
-        alternative=_alternative(view, longest, flops, nbytes, times, sum(row.time_us for row in conversions)),
+        alternatives=() if is_own(longest) else alternatives(view, asked),
+        error=_error(view, least, times + converting),
+    )
+
+
+def _least_us(environment: Environment, nbytes: float, flops: float, calls: float, dtype: str, how: str) -> float:
+    """The least time of a product by the way that it is made; 0.0 where nothing bounds it or nothing is known."""
+    if calls > 0 and nbytes / calls <= environment.l2_bytes:
+        nbytes = 0.0  # it may never have left the cache
+    flops = flops / _FEWER.get(how, 1.0)
+    return limit_us(environment, nbytes=nbytes, flops=flops, dtype=dtype) if flops or nbytes else 0.0
+
+
+def _error(view: View, least_us: float, time_us: float) -> str:
+    """No step is faster than its machine: a time below that is a wrong time, or wrong bytes or operations."""
+    if not view.on_gpu or view.profile.environment.rates_doubt or least_us <= time_us * RATES_ERROR:
+        return ""
+    return (
+        f"{time_text(time_us)} is less than the {time_text(least_us)} that this machine needs at least: "
+        "its time, bytes or operations are wrong"
     )
 
 
 def _work(rows: Sequence[KernelRow], of: str, forward: Sequence[KernelRow]) -> tuple[float, float]:
     """Operations and bytes of a product. Each gradient has the forward's, of which a trace tells more than of a backward's kernels,
-    which its operator's work is shared out among by their time.
+    which its operator's work is shared out among by their time. Not every forward has a backward.
     """
     source = forward or rows
     flops, nbytes = sum(row.flops for row in source), sum(row.modelled_bytes for row in source)
-    both = 2.0 if forward and of == GRADIENTS else 1.0
-    return both * flops, both * nbytes
+    times = 1.0
+    if forward and of != FORWARD:
+        both = 2.0 if of == GRADIENTS else 1.0
+        times = both * min(1.0, _calls(rows) / _calls(forward))
+    return times * flops, times * nbytes
+
+
+def _calls(rows: Sequence[KernelRow]) -> float:
+    return max(rows, key=lambda row: (row.time_us, row.name)).calls
 
 
 def _units(row: KernelRow, environment: Environment) -> str:
@@ -239,47 +313,3 @@ def settings(profile: StepProfile) -> tuple[str, ...]:
     if profile.environment.device == "cuda" and flags.get("cudnn_deterministic") is True:
         found.append("cudnn.deterministic is on: algorithms with atomics are left out")
     return tuple(found)
-
-
-def _alternative(
-    view: View, row: KernelRow, flops: float, nbytes: float, time_us: float, conversion_us: float
-) -> Alternative | None:
-    """The one that could save most, of those whose least time is below this product's."""
-    if not view.on_gpu or not flops or is_own(row):
-        return None
-    environment = view.profile.environment
-    found = list(_own_kernels(view, row, flops, nbytes))
-    if conversion_us > 0 and row.layout == "nchw":
-        found.append(Alternative(what="NHWC", transform="channels_last", time_us=time_us, error="none"))
-    if row.dtype in ("fp32", "tf32"):
-        if row.dtype == "fp32" and not row.tensor_core and matrix_tflops(environment, "tf32") > 0:
-            least = limit_us(environment, nbytes=nbytes, flops=flops, dtype="tf32")
-            found.append(Alternative(what="TF32", transform="tf32", time_us=least, error="11 bits of 24"))
-        if matrix_tflops(environment, "bf16") > 0:
-            least = limit_us(environment, nbytes=nbytes / 2, flops=flops, dtype="bf16")
-            found.append(Alternative(what="bf16", transform="amp_bf16", time_us=least, error="8 bits of 24"))
-    faster = [other for other in found if other.time_us < time_us + conversion_us]
-    return min(faster, key=lambda other: other.time_us) if faster else None
-
-
-def _own_kernels(view: View, row: KernelRow, flops: float, nbytes: float) -> Iterable[Alternative]:
-    """Bundled kernels with another algorithm that take this product: their products on tensor cores, and the bytes."""
-    geometry, environment = view.geometry(row), view.profile.environment
-    if geometry is None or geometry.transposed or (not geometry.unit_stride and geometry.depthwise):
-        return
-    if geometry.depthwise and max(geometry.kernel, default=0) >= LARGE_TAPS:
-        half = row.dtype in HALF
-        dtype = row.dtype if half else "fp16"
-        # Of the products with a Toeplitz matrix about two thirds are those of the convolution.
-        least = limit_us(environment, nbytes=nbytes, flops=1.5 * flops * (1 if half else 3), dtype=dtype)
-        yield Alternative(
-            what="Toeplitz products", transform="large_depthwise_conv", time_us=least, error="its own dtype's"
-        )
-    elif (
-        geometry.groups == 1
-        and is_strict_fp32(row)
-        and geometry.kernel in EXACT_TAPS
-        and matrix_tflops(environment, "fp16") > 0
-    ):
-        least = limit_us(environment, nbytes=nbytes, flops=3 * flops, dtype="fp16")
-        yield Alternative(what="fp32 in fp16 parts", transform="exact_conv", time_us=least, error="fp32's own")

@@ -2,7 +2,7 @@
 
 What a person wrote into the file stays: `like`, `left`, `parts`, `sizes`, `only`, `notes`. An entry of `like` goes where rows have overtaken it.
 
-    python -m advisor.bench.dispatch_rows      # anew from docs/benchmarks; `advisor bench ops` does it when it ends
+    python -m advisor.bench.dispatch_rows      # and analysis/convolution_rows.json, anew from docs/benchmarks; `advisor bench ops` does it when it ends
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from advisor.analysis import measured_convs
+from advisor.bench import conv_rows
 from advisor.core import architectures, storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.ops import catalog, dispatch_table
@@ -52,6 +54,12 @@ def write(files: Sequence[Path], table: Path = dispatch_table.FILE) -> None:
         dispatch_table.put(family.id, dispatch_table.entries(of))  # which families behind it may ask
     found["of"] = {str(sm): _layer(found["families"], tuple(rows.values())) for sm, rows in sorted(by_arch.items())}
     storage.write_text(table, text(found))
+
+
+def write_all(files: Sequence[Path]) -> None:
+    """Bring up to these rows the table, and what `advisor conv` says of measured convolutions."""
+    write(files)
+    conv_rows.write(files)
 
 
 def layers(measured: Mapping[int, Sequence[str]]) -> dict[str, str]:
@@ -175,8 +183,8 @@ def main() -> int:
     files = results()
     if not files:
         raise AdvisorError("this installation has no docs/benchmarks", expected="a checkout")
-    write(files)
-    print(f"wrote {dispatch_table.FILE} from {', '.join(file.parent.name for file in files)}")
+    write_all(files)
+    print(f"wrote {dispatch_table.FILE} and {measured_convs.FILE} from {', '.join(file.parent.name for file in files)}")
     return ExitCode.OK
 
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from advisor.analysis import measured_convs
 from advisor.bench import dispatch_rows, results, timing, units
 from advisor.bench.op_rows import Choice, Left, OpRow, is_compiled, key, keys, merged
 from advisor.bench.placed import placed
@@ -106,8 +107,8 @@ def run(
         print(f"{len(failed)} of {len(left.cases)} cases failed:", *failed, sep="\n  ", file=sys.stderr)
         return ExitCode.FINDINGS
     if out is None:
-        dispatch_rows.write(dispatch_rows.results())
-        print(f"{dispatch_table.FILE.name} has what these rows show")
+        dispatch_rows.write_all(dispatch_rows.results())
+        print(f"{dispatch_table.FILE.name} and {measured_convs.FILE.name} have what these rows show")
     return ExitCode.OK
 
 

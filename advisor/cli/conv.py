@@ -20,7 +20,8 @@ def conv(run: str, *, everything: bool, form: str) -> None:
 
     The forward, the data gradient and the weight gradient of each convolution have a row each. A row shows the algorithm (from the
     kernel's name), tensor cores or not, dtype and layout, the time with conversions, the rate, and the share of this machine's
-    limit. Below the row stand the reason and the alternatives. Least times are modelled from bytes and operations.
+    limit. Below the row stand the reason and the alternatives: the fastest that is on file for a convolution like it on this GPU, and
+    the one with the least time, modelled from bytes and operations. A time below the limit is an error, and is named as one.
 
     \b
     Examples:

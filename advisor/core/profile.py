@@ -40,7 +40,7 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelRow:
-    """One kernel × op × module × phase × source line (× weight, of convolutions), summed over a step (means over the traced steps).
+    """One kernel × op × module × phase × source line (× input and weight, of convolutions), summed over a step (means over the traced steps).
 
     On a CPU the rows are leaf operators and `name` is the operator's name.
 

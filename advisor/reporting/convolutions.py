@@ -8,6 +8,7 @@ from typing import Any
 
 from advisor.analysis.convolutions import Product, products, settings
 from advisor.core.profile import StepProfile
+from advisor.core.provenance import Provenance
 from advisor.core.storage import to_plain
 from advisor.core.units import counted, percent_text, shape_text, time_text
 from advisor.reporting import wording
@@ -53,10 +54,17 @@ def about(product: Product) -> str:
         parts.append(
             f"{time_text(product.conversion_us)} in {counted(len(product.conversions), 'kernel')} that convert"
         )
-    other = product.alternative
-    if other is not None:
+    for other in product.alternatives:
+        measured = other.provenance is Provenance.MEASURED
+        time = (
+            f"{time_text(other.time_us)} by {other.like} on file"
+            if measured
+            else f"{time_text(other.time_us)} at least"
+        )
         by = f", apply: {other.transform}" if other.transform else ""
-        parts.append(f"{other.what}: {time_text(other.time_us)} at least, error {other.error}{by}")
+        parts.append(f"{other.what}: {time}, error {other.error}{by}")
+    if product.error:
+        parts.append(f"ERROR: {product.error}")
     return " · ".join(filter(None, parts))
 
 
@@ -84,7 +92,12 @@ def conv_text(profile: StepProfile, width: int, *, everything: bool = False) -> 
     lines += ["", f"{counted(len(found), 'product')} of convolutions, {time_text(total)} a step."]
     if len(shown) < len(found):
         lines[-1] += f" Shown: the {len(shown)} longest; --all shows every one."
-    lines += [f"{told[0].upper()}{told[1:]}." for told in settings(profile)]
+    lines += [f"{told}." for told in settings(profile)]
+    wrong = [product for product in found if product.error]
+    if wrong:
+        lines.append(
+            f"ERROR: {counted(len(wrong), 'product')} faster than this machine can be: {wrong[0].module or wrong[0].layer}."
+        )
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.analysis.convolutions import Product, products
@@ -29,19 +30,25 @@ class Priced:
 
 def priced(record: PrecisionRecord, profile: StepProfile) -> tuple[Priced, ...]:
     """All rows, those whose next cheaper precision would save most first."""
-    known = {(p.module, p.direction): p for p in products(profile)}
-    found = [_priced(row, known.get((row.module, row.product)), profile) for row in record.rows]
+    known: dict[tuple[str, str], list[Product]] = {}
+    for product in products(profile):
+        known.setdefault((product.module, product.direction), []).append(product)
+    found = [_priced(row, known.get((row.module, row.product), []), profile) for row in record.rows]
     return tuple(sorted(found, key=lambda p: (-(p.saves_us or 0.0), p.row.module, p.row.product)))
 
 
-def _priced(row: Audited, product: Product | None, profile: StepProfile) -> Priced:
+def _priced(row: Audited, of: Sequence[Product], profile: StepProfile) -> Priced:
+    """`of`: the layer's products of this direction, one for each shape of input that it was called with."""
     cheaper = next((name for name in _CHEAPER.get(row.ran, ()) if name in row.errors), "")
-    saves = None
-    if cheaper and product is not None and product.flops:
-        nbytes = product.nbytes / (2 if cheaper == "bf16" else 1)
-        least = limit_us(profile.environment, nbytes=nbytes, flops=product.flops, dtype=cheaper)
-        saves = max(0.0, product.total_us - least) if least > 0 else None
-    return Priced(row=row, cheaper=cheaper, saves_us=saves)
+    each = [_saves_us(product, cheaper, profile) for product in of if product.flops] if cheaper else []
+    known = [saves for saves in each if saves is not None]
+    return Priced(row=row, cheaper=cheaper, saves_us=sum(known) if known else None)
+
+
+def _saves_us(product: Product, cheaper: str, profile: StepProfile) -> float | None:
+    nbytes = product.nbytes / (2 if cheaper == "bf16" else 1)
+    least = limit_us(profile.environment, nbytes=nbytes, flops=product.flops, dtype=cheaper)
+    return max(0.0, product.total_us - least) if least > 0 else None
 
 
 def precision_text(record: PrecisionRecord, profile: StepProfile, width: int) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from advisor.bench import dispatch_rows, goals
+from advisor.analysis import measured_convs
+from advisor.bench import conv_rows, dispatch_rows, goals
 from advisor.bench.dispatch_rows import TIE
 from advisor.core.errors import AdvisorError
 from advisor.ops import catalog, dispatch, dispatch_table, storage
@@ -124,6 +125,13 @@ def test_the_table_is_what_the_rows_make_of_it(tmp_path: Path) -> None:
     made.write_text(dispatch_table.FILE.read_text())
     dispatch_rows.write(FILES, made)
     assert made.read_text() == dispatch_table.FILE.read_text()
+
+
+def test_what_conv_says_of_measured_convolutions_is_what_the_rows_say(tmp_path: Path) -> None:
+    """`advisor bench ops` writes it, too."""
+    made = tmp_path / "convolutions.json"
+    conv_rows.write(FILES, made)
+    assert made.read_text() == measured_convs.FILE.read_text()
 
 
 def changed(table: Path, *gpus: tuple[str, int, Callable[[Row], Row | None]]) -> dict[str, Any]:

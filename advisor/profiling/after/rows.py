@@ -1,6 +1,7 @@
 """Pieces of work → rows per kernel × op × module × phase × source line, each with its share of its operator's cost.
 
-Convolutions also by the size of their weight: a captured forward is one module, and has many under one kernel's name.
+Convolutions also by the sizes of their input and weight: a captured forward is one module, and has many under one kernel's name; a head
+that several levels of a pyramid share is one module as well.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def rows(
             tree.module[op] if op >= 0 else "",
             tree.phase(op),
             tree.line[op] if op >= 0 else "",
-            _weight(trace, owner),
+            _operands(trace, owner),
         )
         sums = groups.get(key)
         if sums is None:
@@ -138,14 +139,13 @@ def _kind(trace: Trace, item: WorkItem, op_name: str, name: str, phase: str, in_
     return found
 
 
-def _weight(trace: Trace, op: int) -> str:
-    """The shape of the weight of a convolution or of its backward; "" for any other operator, or where it is not known."""
+def _operands(trace: Trace, op: int) -> str:
+    """Shapes of the input and the weight of a convolution or of its backward; "" for any other operator, or where they are not known."""
     ops = trace.ops
     if op < 0 or not ops.shapes or not ops.shapes[op] or kinds.kind_of_op(ops.name[op]) != "conv":
         return ""
-    inputs = json.loads(ops.shapes[op])
-    place = 2 if "backward" in ops.name[op] else 1  # behind the output's gradient, if there is one, and the input
-    return str(inputs[place]) if place < len(inputs) else ""
+    first = 1 if "backward" in ops.name[op] else 0  # behind the output's gradient
+    return str(json.loads(ops.shapes[op])[first : first + 2])
 
 
 def _unit(tree: HostTree, op: int) -> int:

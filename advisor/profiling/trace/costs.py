@@ -47,6 +47,11 @@ def _product_flops(x: Shape, w: Shape, y: Shape, transposed: bool) -> float:
     return 2.0 * positions * prod(w[1:])
 
 
+def _read(w: Shape, stride: list[int], transposed: bool) -> float:
+    """The share of its input that a convolution reads: a stride beyond the taps steps over the rest."""
+    return 1.0 if transposed else prod(min(1.0, k / max(s, 1)) for k, s in zip(w[2:], stride, strict=False))
+
+
 def _convolution(call: OperatorCall) -> Cost | None:
     x, w = call.shape(0), call.shape(1)
     if x is None or w is None or len(x) != len(w) or len(x) < 3:
@@ -57,8 +62,11 @@ def _convolution(call: OperatorCall) -> Cost | None:
     groups = call.argument(8) if isinstance(call.argument(8), int) else max(x[1] // max(w[1], 1), 1)
     y = _conv_output(x, w, stride, padding, dilation, transposed, _numbers(call.argument(7), n, 0), int(groups))
     element = call.sizes[0][0][1]
+    unread = call.nbytes(0) * (1.0 - _read(w, stride, transposed))
     # Without its arguments a stride is not known: the shape is then that of stride 1 without padding, and said to be so.
-    return Cost(call.all_bytes() + prod(y) * element, _product_flops(x, w, y, transposed), "", bool(call.arguments))
+    return Cost(
+        call.all_bytes() - unread + prod(y) * element, _product_flops(x, w, y, transposed), "", bool(call.arguments)
+    )
 
 
 def _convolution_backward(call: OperatorCall) -> Cost | None:
@@ -71,7 +79,8 @@ def _convolution_backward(call: OperatorCall) -> Cost | None:
     bias = bool(mask and len(mask) > 2 and mask[2])
     element = call.sizes[0][0][1]
     nbytes = call.nbytes(0)
-    nbytes += (call.nbytes(1) + call.nbytes(2)) if weight else 0.0  # x is read, the weights' gradient is written
+    read = _read(w, _numbers(call.argument(4), len(w) - 2, 1), transposed)
+    nbytes += (read * call.nbytes(1) + call.nbytes(2)) if weight else 0.0  # x is read, the weights' gradient is written
     nbytes += (call.nbytes(2) + call.nbytes(1)) if data else 0.0  # the weights are read, x's gradient is written
     nbytes += y[1] * element if bias and len(y) > 1 else 0.0
     return Cost(nbytes, (data + weight) * _product_flops(x, w, y, transposed), "", True)

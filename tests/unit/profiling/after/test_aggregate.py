@@ -125,8 +125,8 @@ def test_cost_of_an_operator_is_shared_by_its_kernels_and_not_counted_twice() ->
     assert found.limit_us == pytest.approx(limit)  # nothing else has shapes
 
 
-def test_convolutions_of_one_module_are_told_apart_by_their_weights() -> None:
-    """In a captured forward all have the root's name, and kernels serve several sizes."""
+def test_convolutions_of_one_module_are_told_apart_by_their_inputs_and_weights() -> None:
+    """In a captured forward all have the root's name, and kernels serve several sizes; a pyramid's levels share a head."""
     b = Builder()
     b.steps(0, 400)
     b.note("module:Net|Net", 10, 380)
@@ -140,7 +140,8 @@ def test_convolutions_of_one_module_are_told_apart_by_their_weights() -> None:
         b.launch("one_kernel", start + 5, start + 10, start + 30 + i)
     found = {(r.op, r.shapes): (r.calls, r.time_us) for r in aggregate(b.trace(), MACHINE).kernels}
     assert found == {
-        ("aten::convolution", dense.format(18)): (2.0, 41.0),  # another image, the same convolution
+        ("aten::convolution", dense.format(9)): (1.0, 20.0),
+        ("aten::convolution", dense.format(18)): (1.0, 21.0),  # another image, the same weight
         ("aten::convolution", wide): (1.0, 22.0),
         ("aten::convolution_backward", back): (1.0, 23.0),
         ("aten::convolution_backward", calls[-1][1]): (1.0, 24.0),

@@ -40,6 +40,14 @@ def test_convolution_output_and_flops_agree_with_torch(
     assert found.dtype == "fp32"
 
 
+def test_a_stride_beyond_the_taps_steps_over_the_rest() -> None:
+    """A 1 x 1 convolution of stride 2 reads a fourth: its whole input at copy bandwidth took longer than it did."""
+    x, w, y = [2, 4, 8, 8], [8, 4, 1, 1], [2, 8, 4, 4]
+    assert conv_call(x, w, 2, 0, 1, False).nbytes == 4 * (512 / 4 + 32 + 256)
+    tail = [None, None, None, [8], [2, 2], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]]
+    assert cost("convolution_backward", [y, x, w], [F32] * 3, tail).nbytes == 4 * (512 / 4 + 32 + 256)
+
+
 def test_convolution_backward_is_two_products_or_one() -> None:
     y, x, w = [2, 8, 7, 7], [2, 4, 9, 9], [8, 4, 3, 3]
     tail = [None, None, None, [8], [1, 1], [0, 0], [1, 1], False, [0, 0], 1]
