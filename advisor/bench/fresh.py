@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from advisor.core import storage
-from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
 from advisor.core.verdict import KEPT
 from advisor.loop.session import Session
@@ -24,7 +24,6 @@ from advisor.userfiles import restore
 HAND_TUNED = ("amp_bf16", "channels_last", "cudnn_benchmark", "fused_optimizer")
 WARMUP, STEPS = 15, 40
 TIMEOUT_S = 240.0
-INTERRUPTED = 130
 
 
 def measure(

@@ -17,7 +17,7 @@ import click
 from advisor import __version__
 from advisor.cli import settings
 from advisor.cli.help import Group
-from advisor.core.errors import AdvisorError, ExitCode, first_line
+from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode, first_line
 
 # name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -40,7 +40,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "doctor", "Check what can be measured here, and how to get the rest."),
 }
 
-INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13  # as a shell reports SIGINT and SIGPIPE
+CLOSED_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
 def _imported(name: str) -> click.Command:

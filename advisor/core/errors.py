@@ -16,6 +16,9 @@ class ExitCode(IntEnum):
     GPU_REQUIRED = 5
 
 
+INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+
+
 class AdvisorError(Exception):
     """A problem told in one line: what was found, what was expected, what to do.
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
+FACTOR_MOST = 100.0  # no bound of a speed-up is told above it
 _UNITS = "%|B|[KMGTP]iB|ns|µs|ms|s|min|h|[GT]B/s|[kMGTP]?FLOP(?:/s)?|W|MHz|°C|pairs?|steps?|×"
 
 
@@ -60,6 +61,13 @@ def percent_text(fraction: float) -> str:
     if 0 < abs(value) < 0.05:
         return "<0.1 %" if value > 0 else "0 %"
     return (f"{value:.0f} %" if abs(value) >= 10 or value == 0 else f"{value:.1f} %").replace("-", "−")
+
+
+def bounds_text(low: float, high: float) -> str:
+    """The interval of a factor, without its unit: `1.55 to 4.88`; what noise has made boundless is cut off: `0.00 to above 100`."""
+    least = f"{low:.2f}" if low < FACTOR_MOST else f"above {FACTOR_MOST:.0f}"
+    most = f"{high:.2f}" if high < FACTOR_MOST else f"above {FACTOR_MOST:.0f}"
+    return f"{least} to {most}"
 
 
 def shape_text(sizes: Iterable[int]) -> str:

@@ -138,7 +138,7 @@ def profile_script(
         raise AdvisorError(f"files that were set aside in {shown_path(run_dir)} could not be put back", fix=fix)
     if searched and ended.interrupted:
         raise KeyboardInterrupt  # a script may catch it and end well; no search is to follow
-    check_measured(ended, thrown_away=not orders.keep_running)
+    check_measured(ended, thrown_away=not orders.keep_running, held=restore.held_by_another(run_dir))
     notes = {
         "the script's process hung as it exited, after it was measured, so advisor ended it": ended.hung,
         "the script ends early, so this was measured in a second run, with fewer steps": again,
@@ -336,12 +336,18 @@ def _ended(code: int, number: int) -> str:
     return f"the script ended with exit code {code}" if code else ""
 
 
-def check_measured(ended: Exit, *, thrown_away: bool) -> None:
+def check_measured(ended: Exit, *, thrown_away: bool, held: str = "") -> None:
     """A script of which nothing was measured for a reason that is not its own.
 
+    Args:
+        held: the file that another run of advisor keeps from it, and which run.
+
     Raises:
-        AdvisorError: with that reason; exit code 3 where advisor has switched itself off, 4 where no step was to come.
+        AdvisorError: with that reason; exit code 2 where another run is to end first, 3 where advisor has switched itself off, 4 where no step was to come.
     """
+    if ended.code and held:
+        fix = "Try again when that run has ended."
+        raise AdvisorError(f"the script failed because another run of advisor keeps its file: {held}", fix=fix)
     if ended.fault and thrown_away:
         raise AdvisorError(
             f"advisor switched itself off in the script: {ended.fault}",

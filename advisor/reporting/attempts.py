@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from advisor.core.attempt import PATCH, Attempt
 from advisor.core.transform_table import title
-from advisor.core.units import time_text
+from advisor.core.units import bounds_text, time_text
 from advisor.core.verdict import KEPT, Check
 from advisor.reporting.page import Page
 
@@ -24,8 +24,8 @@ def attempt_text(found: Attempt, width: int = 100, color: bool = False) -> str:
     if found.plain_us and found.changed_us:
         plain, changed = (min(times) for times in (found.plain_us, found.changed_us))
         lines.append(f"  Step      {time_text(plain)} as it is, {time_text(changed)} with it  (fastest run of each)")
-    if found.verdict == KEPT and found.speedup_low is not None:
-        lines.append(f"  Speed-up  {found.speedup:.2f}× ({found.speedup_low:.2f} to {found.speedup_high:.2f})")
+    if found.verdict == KEPT and found.speedup_low is not None and found.speedup_high is not None:
+        lines.append(f"  Speed-up  {found.speedup:.2f}× ({bounds_text(found.speedup_low, found.speedup_high)})")
     if found.files:
         lines += page.wrap("Files     " + ", ".join(found.files), 12, first=2)
     for note in found.notes:

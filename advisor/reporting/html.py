@@ -238,7 +238,7 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     if stack is not None and stack.speedup is not None and stack.passed:
         note = ""
         if stack.speedup_low is not None and stack.speedup_high is not None:
-            note = f"{stack.speedup_low:.2f} to {stack.speedup_high:.2f}"
+            note = units.bounds_text(stack.speedup_low, stack.speedup_high)
         tiles.append(("Speed-up", numbers.factor(stack.speedup), note))
     if stack is not None and stack.passed and stack.samples_per_s_plain and stack.samples_per_s_stack:
         note = f"samples/s, {units.samples_text(stack.samples_per_s_plain)} plain"

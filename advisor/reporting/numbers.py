@@ -7,6 +7,7 @@ from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread
 from advisor.core.units import bytes_text, percent_text, rate_text, time_text
 
+TOLD_LOSS = 0.01  # of the step: what no search tells from nothing (--min-gain) is not told as a loss
 LEAST = "<0.1"  # what would else read as nothing, in per cent
 
 
@@ -36,11 +37,13 @@ def gain(value: Interval | None) -> str:
 
 
 def saves(predicted: Interval) -> str:
-    """A predicted gain within a sentence: `24–58 % of the step`, `up to 12 % of the step`."""
+    """A predicted gain within a sentence: `24–58 % of the step`, `up to 12 % of the step`, and where it may lose more than a trial
+    could tell from nothing, `up to 22 % of the step, or cost up to 47 %`."""
     if predicted.low == predicted.high == 0:
         return "nothing"
     if predicted.low <= 0 < predicted.high:
-        return f"up to {share(predicted.high)} of the step"
+        saved = f"up to {share(predicted.high)} of the step"
+        return f"{saved}, or cost up to {share(-predicted.low)}" if predicted.low <= -TOLD_LOSS else saved
     return f"{gain(predicted)} of the step"
 
 

@@ -182,8 +182,9 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
     elif not helpful:
         lines += page.wrap(f"No change is known that would save {numbers.share(wording.LEAST_GAIN)} of the step.", 2)
     shown = told if explain else helpful[:TOP_CARDS]
-    for card in shown:
-        lines += _card(page, card, explain)
+    # Numbered as they stand here: between them lie cards that would save too little to be shown.
+    for number, card in enumerate(shown, 1):
+        lines += _card(page, card, number, explain)
     if len(told) > len(shown):
         lines.append(page.paint(f"  {len(told) - len(shown)} more in the report.", "dim"))
     if explain:
@@ -193,8 +194,8 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
     return lines
 
 
-def _card(page: Page, told: wording.Told, explain: bool) -> list[str]:
-    lines = _finding(page, told.lead, f"{told.card.rank}. ", explain)
+def _card(page: Page, told: wording.Told, number: int, explain: bool) -> list[str]:
+    lines = _finding(page, told.lead, f"{number}. ", explain)
     if told.reasons and not explain:
         lines += page.wrap("also: " + "; ".join(reason.title for reason in told.reasons), 4, "dim")
     for reason in told.reasons if explain else ():

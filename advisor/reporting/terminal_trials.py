@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from advisor.core.units import counted, samples_text, time_text
+from advisor.core.units import bounds_text, counted, samples_text, time_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
 from advisor.reporting import drawn, numbers, places, wording
 from advisor.reporting.page import MIN_WIDTH, Page, clip, clip_path, printable
@@ -138,7 +138,7 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
     if stack.speedup is not None:
         text = f"{numbers.factor(stack.speedup)}"
         if stack.speedup_low is not None and stack.speedup_high is not None:
-            text += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+            text += f" ({bounds_text(stack.speedup_low, stack.speedup_high)})"
         lines.append(f"  Speed-up {page.paint(text, 'bold', style)}")
     if device := wording.device_speedup(stack):
         lines += page.wrap(device, 11, first=11)

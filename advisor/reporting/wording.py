@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import ProfilerCost, StepProfile
-from advisor.core.units import counted, percent_text, time_text
+from advisor.core.units import bounds_text, counted, percent_text, time_text
 from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, StackVerdict, TrialLog, Verdict
 from advisor.reporting import breakdown, unexplained
 from advisor.reporting.numbers import duration, factor, gain, saves, spread
@@ -203,7 +203,7 @@ def trials_headline(trials: TrialLog) -> str:
         return f"{changes}; the plan was not proved against the plain script."
     speed = f"{factor(stack.speedup)} the plain script's speed"
     if stack.speedup_low is not None and stack.speedup_high is not None:
-        speed += f" ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+        speed += f" ({bounds_text(stack.speedup_low, stack.speedup_high)})"
     device = f"; {told}" if (told := device_speedup(stack)) else ""
     return f"Proved: {speed}{device}, {changes}."
 
@@ -212,7 +212,7 @@ def device_speedup(stack: StackVerdict) -> str:
     """`the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader`; "" where the step itself tells all."""
     if stack.device_speedup is None or stack.device_speedup_low is None or stack.device_speedup_high is None:
         return ""
-    bounds = f"{stack.device_speedup_low:.2f} to {stack.device_speedup_high:.2f}"
+    bounds = bounds_text(stack.device_speedup_low, stack.device_speedup_high)
     return f"the device's time {factor(stack.device_speedup)} shorter ({bounds}): this step waits for {stack.waits_for or 'its loader'}"
 
 
@@ -220,6 +220,11 @@ def _nothing_kept(trials: TrialLog, declined: int) -> str:
     """Of trials that kept nothing: whether anything was tried, and whether that is final."""
     waiting = sum(v.status == INCONCLUSIVE for v in trials.verdicts)
     tried = sum(v.status not in UNTRIED for v in trials.verdicts)
+    if trials.interrupted:
+        settled = (
+            f"{counted(waiting, 'change')} could not be settled until then" if waiting else "no change was settled"
+        )
+        return f"Nothing is proved: you ended the search, and {settled}."
     if waiting or not trials.complete:
         why = f"{counted(waiting, 'change')} could not be settled" if waiting else "the search did not finish"
         return f"Nothing is proved yet: {why}. A quieter machine, more steps or more --max-time may settle it."
@@ -252,14 +257,20 @@ def unevaluated(findings: Findings) -> list[tuple[str, list[Finding]]]:
 
 
 def unevaluated_line(findings: Findings) -> str:
-    """The same in a sentence: `39 rules need a CUDA GPU; 2 rules lack: was not gathered.`; "" for none."""
-    told = []
+    """The same in a sentence or two: `39 rules need a CUDA GPU. 3 were not evaluated: was not gathered (2), no loader (1).`; "" for none."""
+    needs, other = [], []
     for lacks, group in unevaluated(findings):
         if lacks.startswith("needs "):
-            told.append(f"{counted(len(group), 'rule')} {'need' if len(group) > 1 else 'needs'} {lacks[6:]}")
+            needs.append(f"{counted(len(group), 'rule')} {'need' if len(group) > 1 else 'needs'} {lacks[6:]}")
         else:
-            told.append(f"{counted(len(group), 'rule')} not evaluated: {lacks}")
-    return "; ".join(told) + "." if told else ""
+            other.append((len(group), lacks))
+    told = ["; ".join(needs)] if needs else []
+    if other:
+        total = sum(count for count, _ in other)
+        reasons = [f"{lacks} ({count})" for count, lacks in other] if len(other) > 1 else [other[0][1]]
+        was = "was" if total == 1 else "were"
+        told.append(f"{f'{total} more' if needs else counted(total, 'rule')} {was} not evaluated: {'; '.join(reasons)}")
+    return ". ".join(told) + "." if told else ""
 
 
 def round_headline(trials: TrialLog, number: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from advisor.core.errors import ExitCode
+from advisor.core.errors import INTERRUPTED, ExitCode
 from advisor.core.transform_row import TOGETHER
+from advisor.core.units import bounds_text
 from advisor.core.verdict import KEPT, OPEN, UNCONFIRMED, Round, TrialLog
 from advisor.trials import records, spent
 from advisor.trials.proof import Proof
@@ -67,13 +69,15 @@ def leave_unconfirmed(script: Script, proved: Proof | None) -> None:
 
 
 def exit_code(log: TrialLog) -> int:
-    """0 when something is kept and proved, or there was nothing to do; 3 where a fault in advisor has ended it; 4 when noise,
-    time, the script or the user left it open.
+    """0 when something is kept and proved, or there was nothing to do; 3 where a fault in advisor has ended it; 130 where the user
+    has, before anything was proved; 4 when noise, time, the script or the user's answers left it open.
     """
     if any(v.status == KEPT for v in log.verdicts) and log.stack is not None and log.stack.passed:
         return int(ExitCode.OK)
     if log.fault:
         return int(ExitCode.OWN_FAULT)
+    if log.interrupted:
+        return INTERRUPTED
     if any(v.status == KEPT for v in log.verdicts):
         return int(ExitCode.INCONCLUSIVE)
     open_ended = any(v.status in OPEN for v in log.verdicts) or not log.complete
@@ -85,4 +89,5 @@ def speedup(log: TrialLog) -> str:
     stack = log.stack
     if stack is None or not stack.passed or stack.speedup is None:
         return ""
-    return f"{stack.speedup:.2f}× ({stack.speedup_low:.2f} to {stack.speedup_high:.2f})"
+    low, high = stack.speedup_low or 0.0, stack.speedup_high or math.inf
+    return f"{stack.speedup:.2f}× ({bounds_text(low, high)})"

@@ -18,7 +18,7 @@ from typing import Any
 from advisor.core import storage
 from advisor.core.attempt import ATTEMPT_FILE, PATCH, Attempt
 from advisor.core.errors import AdvisorError
-from advisor.core.units import counted, percent_text
+from advisor.core.units import bounds_text, counted, percent_text
 from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, Check
 from advisor.profiling.beside.command import BrokenScript, ScriptCommand
 from advisor.profiling.beside.launcher import Elsewhere, launch
@@ -216,7 +216,7 @@ def _timing(runs: _Both, min_gain: float) -> Check:
     if bounds is None:
         return Check(passed=None, detail="too few steps were timed")
     low, point, high = bounds
-    told = f"{point:.2f}× ({low:.2f} to {high:.2f}) in {counted(len(runs.changed), 'pair')} of fresh runs"
+    told = f"{point:.2f}× ({bounds_text(low, high)}) in {counted(len(runs.changed), 'pair')} of fresh runs"
     numbers = {"speedup": point, "low": low, "high": high}
     least = 1.0 / (1.0 - min_gain)
     if low > least:

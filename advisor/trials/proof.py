@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import fmean, geometric_mean, median
 
 from advisor.core.findings import Interval, Semantics
 from advisor.core.plan import PlanItem
+from advisor.core.units import bounds_text
 from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses
 from advisor.trials.flow import every_us
@@ -24,7 +25,7 @@ LOADER, HOST = "its loader", "the host's launches"
 CLEAR, APART = 1.1, 0.04
 # Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower.
 NOT_SLOWER = 0.97
-NOT_FASTER = "not faster"
+NOT_FASTER, TOO_NOISY = "not faster", "too noisy to confirm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +102,7 @@ def clear(verdict: StackVerdict) -> bool:
 
 def leaves_open(verdict: StackVerdict, min_gain: float) -> bool:
     """Whether it was not faster, by runs in which noise would hide a gain of `min_gain` as well."""
-    slower = verdict.passed is False and verdict.detail.startswith(NOT_FASTER)
+    slower = verdict.passed is False and verdict.detail.startswith((NOT_FASTER, TOO_NOISY))
     return slower and (verdict.speedup_high or 0.0) > 1.0 + min_gain
 
 
@@ -113,6 +114,7 @@ def judge(
         return StackVerdict(passed=False, detail="the plan gave no measurement in a fresh run")
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
+    between = bounds_text(found.bounds[0], found.bounds[2]) if found.bounds else ""
     waits = waits_for(plain, stack) if not flow else ""
     own = ratio(plain, stack, flow=False, device=True).bounds if waits else None
     check = _trained_alike(plain, stack, kept)
@@ -124,14 +126,15 @@ def judge(
     elif check.passed is False:
         passed = False
     elif low <= 1.0 and own is not None and own[0] > 1.0 and point >= NOT_SLOWER:
-        told = f"the device's time is {own[1]:.2f}× shorter ({own[0]:.2f} to {own[2]:.2f})"
-        detail = f"{told}; the step waits for {waits} ({point:.2f}×, {low:.2f} to {high:.2f}); {check.detail}"
+        told = f"the device's time is {own[1]:.2f}× shorter ({bounds_text(own[0], own[2])})"
+        detail = f"{told}; the step waits for {waits} ({point:.2f}×, {between}); {check.detail}"
     elif low <= 1.0:
         # Above 1 but not beyond noise leaves it open, and so does a device that needs less time; more runs may tell.
         less_work = own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0
         passed = None if point > 1.0 or less_work else False
-        detail = f"{point:.2f}× ({low:.2f} to {high:.2f}) in fresh runs"
-        detail = f"too noisy to confirm: {detail}" if passed is None else f"{NOT_FASTER}: {detail}"
+        detail = f"{point:.2f}× ({between}) in fresh runs"
+        hidden = passed is None or (high or 0.0) > 1.0  # it looks slower, and may as well be faster
+        detail = f"{TOO_NOISY if hidden else NOT_FASTER}: {detail}"
     batch = plain[0].batch_size
     return StackVerdict(
         passed=passed,
@@ -182,4 +185,5 @@ def _trained_alike(plain: Sequence[Measurement], stack: Sequence[Measurement], k
 
 
 def _rate(batch: int, steps_us: Sequence[float]) -> float | None:
-    return batch / fmean(steps_us) * 1e6 if batch and steps_us else None
+    """Samples a second at the middle of these runs, which is the one that their step is told by."""
+    return batch / geometric_mean(steps_us) * 1e6 if batch and steps_us else None

@@ -17,7 +17,7 @@ from pathlib import Path
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan
-from advisor.core.units import counted, percent_text
+from advisor.core.units import bounds_text, counted, percent_text
 from advisor.core.verdict import Check, TrialLog
 from advisor.distributed import place, refusals, starting
 from advisor.profiling.beside import launcher
@@ -160,7 +160,7 @@ def told(proof: RanksProof) -> str:
     """One line for people."""
     text = f"{proof.ranks} ranks against one process, same batches: {proof.check.detail}"
     if proof.speedup is not None:
-        text += f"; {proof.speedup[1]:.2f}× as fast ({proof.speedup[0]:.2f} to {proof.speedup[2]:.2f})"
+        text += f"; {proof.speedup[1]:.2f}× as fast ({bounds_text(proof.speedup[0], proof.speedup[2])})"
     return text
 
 

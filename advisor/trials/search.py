@@ -278,7 +278,7 @@ class Search:
             self.proved,
             rounds=self.rounds.history,
             seconds=self._seconds(),
-            proved_s=self.proved_s,
+            proved_s=self.proved_s if self.proved is not None and self.proved.holds else None,
             profiled_s=self.profiled_s,
             complete=not self.processes.ended,
         )

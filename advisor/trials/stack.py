@@ -170,7 +170,14 @@ class StackTrial:
         self._gather(runs, (STACK, PLAIN), kept, "more fresh runs, for a narrower interval")
         if self.script.over or not kept or len(runs.plain) < len(proved.plain) + 1 or not runs.stack:
             return proved
-        return self._proof(self._judge(runs.plain, runs.stack, kept), runs.plain, runs.stack, kept)
+        verdict = self._judge(runs.plain, runs.stack, kept)
+        if not verdict.passed:
+            why = f"more fresh runs took the proof back: {verdict.detail}"
+            self.script.say(why)
+            if proof.leaves_open(verdict, self.min_gain):
+                verdict = dataclasses.replace(verdict, passed=None)
+            return self._unproved(kept, why, verdict)
+        return self._proof(verdict, runs.plain, runs.stack, kept)
 
     def _least_trusted(self, kept: Sequence[PlanItem]) -> list[PlanItem]:
         """What is dropped first of what does not hold together: the latest change, or of those that were tried as one, a class."""

@@ -290,7 +290,7 @@ class Guard:
                 # First the mark, then the look: of two runs that come at once both see the other's, and neither goes on.
                 marker.touch()
                 try:
-                    self._not_held_by_another(marker.name)
+                    self._not_held_by_another(marker.name, target)
                     self.keep_settings(os.path.dirname(target), folder=True)
                     yield target
                 except BaseException:
@@ -304,7 +304,7 @@ class Guard:
         with locks.exclusive(self.root / "lock"):
             yield
 
-    def _not_held_by_another(self, marker: str) -> None:
+    def _not_held_by_another(self, marker: str, target: str) -> None:
         """Two runs that put the same file back would put back each other's.
 
         Raises:
@@ -314,7 +314,9 @@ class Guard:
         elsewhere = {folder for folder in owners.noted() if (folder / "files" / SEEN / marker).exists()}
         for other in (beside | elsewhere) - {self.root.parent}:
             if (process := owners.running(other)) is not None:
-                raise OSError(f"the run in {other}, process {process}, has set it aside; try again when that has ended")
+                told = f"the run in {other}, process {process}, has set it aside"
+                (self.root / journal.HELD).write_text(f"{target}: {told}")
+                raise OSError(f"{told}; try again when that has ended")
 
 
 _guards: dict[Path, Guard] = {}

@@ -18,6 +18,7 @@ from advisor.core.units import bytes_text
 
 JOURNAL, RESTORED = "journal.jsonl", "restored-journal.jsonl"
 KEPT, DIVERTED, SEEN = "kept-aside", "diverted", "seen"
+HELD = "held-by-another"  # has a line where a file could not be set aside because another run has it
 
 Entry = dict[str, str]  # action: created, kept, made, unmade, moved, set; path; aside, to, or settings
 

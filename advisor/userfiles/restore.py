@@ -84,6 +84,14 @@ def pending(run_dir: Path) -> bool:
     return (journal.root_of(run_dir) / JOURNAL).is_file()
 
 
+def held_by_another(run_dir: Path) -> str:
+    """`/project/log.csv: the run in …, process 12, has set it aside`: what this run's script could not change; "" for nothing."""
+    try:
+        return (journal.root_of(run_dir) / journal.HELD).read_text().strip()
+    except OSError:
+        return ""
+
+
 def told(run_dir: Path, *, moved: bool = True) -> str:
     """One line on what `restore` has done: what was put back, and where what the script wrote is; "" where it wrote nothing.
 

@@ -15,7 +15,7 @@ from advisor.profiling.beside import launcher, relay
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
 from advisor.profiling.machine import environment
-from advisor.userfiles import restore
+from advisor.userfiles import journal, restore
 
 
 def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_path, monkeypatch) -> None:
@@ -37,6 +37,28 @@ def test_a_script_whose_files_could_not_be_put_back_is_not_started_again(tmp_pat
         profile()
     assert len(launches) == 1
     assert any("best.pt: Permission denied" in text for text in said)
+
+
+def test_a_script_that_another_run_stops_is_not_blamed(tmp_path, monkeypatch) -> None:
+    """Seen: `profile` and `apply` in one folder at once: "the script ended with exit code 1", and the reason in a log."""
+    held = "/project/log.csv: the run in /project/advisor-runs/one, process 7, has set it aside"
+
+    def launch(command, session, **more):
+        (session.folder / "files").mkdir(exist_ok=True)
+        (session.folder / "files" / journal.HELD).write_text(held)
+        return Exit(code=1)
+
+    monkeypatch.setattr(environment, "probe", lambda: Environment(device="cpu"))
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(relay, "launch", launch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    for command in (pipeline.profile, pipeline.apply):
+        with pytest.raises(AdvisorError) as caught:
+            command(["train.py"], say=print)
+        assert str(caught.value) == (
+            f"the script failed because another run of advisor keeps its file: {held}. Try again when that run has ended."
+        )
 
 
 def test_a_script_that_makes_a_good_end_of_an_interrupt_is_not_started_again(tmp_path, monkeypatch) -> None:

@@ -48,6 +48,16 @@ def test_one_ranks_rate_is_told_as_such_and_keeps_within_the_width():
     assert "samples/s on one rank" in report_html(ranks, None, None)
 
 
+def test_cards_are_numbered_without_gaps():
+    """Seen: 1, 2, 5. Cards between them save too little to be shown."""
+    found = samples.findings()
+    told = [replace(card, predicted=Interval(low=0.0, high=0.001)) if card.rank == 2 else card for card in found.cards]
+    text = terminal.profile_text(samples.resnet50(), replace(found, cards=tuple(told)), 100)
+    numbers = [int(number) for number in re.findall(r"● (\d+)\. ", text)]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert len(numbers) >= 2
+
+
 def test_colour_changes_nothing_but_colour():
     for plain, coloured in zip(_texts(80, False), _texts(80, True), strict=True):
         assert "\x1b" not in plain

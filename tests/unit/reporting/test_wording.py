@@ -9,6 +9,7 @@ from advisor.core.environment import Environment
 from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import InputStats, Spread, StepProfile
+from advisor.core.units import bounds_text
 from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import breakdown, html, machine, numbers, terminal, terminal_trials, unexplained, wording
 from advisor.rules import cards
@@ -263,6 +264,16 @@ def test_a_round_names_what_is_kept_as_people_call_it():
 def test_what_is_predicted_to_save_nothing_says_so():
     texts = [numbers.saves(Interval(low=low, high=high)) for low, high in ((0.0, 0.0), (0.0, 0.2), (-0.1, -0.02))]
     assert texts == ["nothing", "up to 20 % of the step", "−10 to −2 % of the step"]
+
+
+def test_what_may_lose_is_not_told_as_if_it_could_only_gain():
+    """docs/reading-a-report.md: "up to 22 %" means that the low end is zero."""
+    told = [numbers.saves(Interval(low=low, high=0.22)) for low in (-0.47, -0.004)]
+    assert told == ["up to 22 % of the step, or cost up to 47 %", "up to 22 % of the step"]
+
+
+def test_a_bound_that_noise_has_made_is_cut_off():
+    assert [bounds_text(1.55, 4.881), bounds_text(0.0, 17184.71)] == ["1.55 to 4.88", "0.00 to above 100"]
 
 
 def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time() -> None:

@@ -123,7 +123,7 @@ def test_an_interrupted_proof_proves_nothing(tmp_path):
     script = Script(tmp_path, {(): 1000.0, BOTH: 400.0})
     script.ends = Exit(code=130, interrupted=True)
     log, plan, code = proved(script)
-    assert code == 4
+    assert code == 130
     assert len(script.sessions) == 1
     assert {i.status for i in plan.items} == {"unconfirmed", "reverted"}
     assert any("not proved here" in note for note in log.notes)

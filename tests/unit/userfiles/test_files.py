@@ -486,6 +486,7 @@ open("out/best.pt", "w").write("of the second")
 
     ended = again()
     assert f"the run in {first}, process {other[0].pid}, has set it aside" in ended.stderr
+    assert restore.held_by_another(second).startswith(f"{work / 'out/best.pt'}: the run in {first}")
     assert restore.restore(second) == ()  # what it could touch is back
     assert tree(work) == held
     other[0].kill()
