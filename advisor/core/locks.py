@@ -16,9 +16,12 @@ def of_user(name: str) -> Path:
 
 
 def is_of_user(path: str) -> bool:
-    """Whether this path, in full, is one of `of_user`."""
-    start, end = os.path.realpath(of_user("").parent) + os.sep + of_user("").name.removesuffix(".lock"), ".lock"
-    return path.startswith(start) and path.endswith(end)
+    """Whether this path's name is one of `of_user`, in whatever folder. Asked while the script opens a file, so it must not ask `tempfile`
+    for its folder: the script may be in there, with its lock held.
+    """
+    user = os.getuid() if hasattr(os, "getuid") else ""
+    name = os.path.basename(path)
+    return name.startswith(f"advisor-{user}-") and name.endswith(".lock")
 
 
 @contextlib.contextmanager
