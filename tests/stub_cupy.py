@@ -79,6 +79,8 @@ def module() -> types.ModuleType:
         "take",
         "power",
         "negative",
+        "isfinite",
+        "ascontiguousarray",
     ]:
         setattr(made, name, function(name, getattr(np, name)))
     made.random = types.SimpleNamespace(

@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from advisor.cupy_loops.replay.calls import UNFILLED, Entry, Program, arrays_of
+from advisor.cupy_loops.replay.calls import (
+    UNFILLED,
+    CannotCapture,
+    CannotFuse,
+    Cluster,
+    Element,
+    Entry,
+    Program,
+    Step,
+    arrays_of,
+)
+from advisor.cupy_loops.replay.memory import one_memory
 
 
 class Arena:
@@ -27,7 +38,7 @@ class Arena:
         for place, value in program.kept.items():
             self.at[place] = value
         for place, like in program.given.items():
-            self.at[place] = like.copy()
+            self.at[place] = like.copy(order="K")  # as it lies: what is a view of it stays one
         for entry in program.entries:
             if entry.how in ("made", "constant", "placeholder"):
                 for place, value in zip(entry.gives, entry.samples, strict=True):
@@ -36,6 +47,9 @@ class Arena:
         self.owned: frozenset[int] = frozenset()  # by `id`, the arrays that the graphs make
         self._own: list[int] = []
         self._holders: list[int] = []
+        self._unwritten: dict[
+            tuple[int, int], list[tuple[int, int]]
+        ] = {}  # by segment, places and how many hold their arrays
 
     def settle(self) -> None:
         """All arrays are there: from here on `held` tells which of them others hold as well."""
@@ -48,6 +62,16 @@ class Arena:
         ]
         self._holders = [sys.getrefcount(self.at[place]) for place in self._own]
         self.owned = frozenset(id(self.at[place]) for place in self._own)
+        for segment in self.program.plans:
+            places = self.program.unwritten(segment)
+            self._unwritten[segment] = [(place, sys.getrefcount(self.at[place])) for place in places]
+
+    def missed(self, segment: tuple[int, int]) -> list[int]:
+        """Places whose values the segment's kernels do not write, and whose arrays the script holds while the step is replayed: the
+        recorder's own list of them counts once.
+        """
+        at = self.at
+        return [place for place, count in self._unwritten.get(segment, ()) if sys.getrefcount(at[place]) > count + 1]
 
     def held(self) -> list[int]:
         """Places whose arrays somebody else holds."""
@@ -55,17 +79,21 @@ class Arena:
         pairs = zip(self._own, self._holders, strict=True)
         return [place for place, count in pairs if sys.getrefcount(at[place]) > count]
 
-    def run(self, entry: Entry, *, plain: bool = False, magnitudes: bool = False) -> list[Any]:
+    def run(
+        self, entry: Entry, *, plain: bool = False, magnitudes: bool = False, at: dict[int, Any] | None = None
+    ) -> list[Any]:
         """Make the entry's call now, with arrays of this arena; its arrays, in order.
 
         Args:
-            plain: by CuPy's own function, whatever stands for it in a graph. magnitudes: of the absolute values of these arrays.
+            at: by place, arrays in place of the arena's. plain: by CuPy's own function, whatever stands for it in a graph. magnitudes: of the absolute values of these arrays.
         """
+        given = at or {}
         values: list[Any] = [None] * (entry.size + len(entry.keys))
         for position, value in entry.constants:
             values[position] = value
         for position, place in entry.arrays:
-            values[position] = abs(self.at[place]) if magnitudes else self.at[place]
+            value = given.get(place, self.at[place])
+            values[position] = abs(value) if magnitudes else value
         for position, number in entry.scalars:
             values[position] = self.scalars[number]
         for position, places in entry.nested:
@@ -78,7 +106,35 @@ class Arena:
             result = call(*values[: entry.size], **named)
         return list(arrays_of(result, self.module.ndarray))
 
-    def first(self, entry: Entry) -> None:
+    def build(self, segment: tuple[int, int], launch: Callable[[Step], None]) -> None:
+        """Make the arrays of a segment and fill them, step by step; `launch` runs the kernels of a step.
+
+        Raises:
+            CannotCapture: at a call that failed. CannotFuse: at kernels that did.
+        """
+        for step in self.program.steps(segment):
+            try:
+                self._allocate(step)
+                if step.kernels:
+                    launch(step)
+            except Exception as error:
+                raise CannotFuse(f"kernels for several calls: {type(error).__name__}: {error}") from None
+            for number in [step.number, *step.views] if step.number >= 0 else step.views:
+                entry = self.program.entries[number]
+                try:
+                    self._first(entry)
+                except Exception as error:
+                    raise CannotCapture(number, f"{entry.name}: {type(error).__name__}: {error}") from None
+
+    def _allocate(self, step: Step) -> None:
+        """Arrays for what the step's kernels give, lying as those of the recorded step."""
+        for cluster in step.clusters:
+            for each in cluster.elements:
+                if self.at[each.place] is None:
+                    entry = self.program.entries[self.program.results[each.place]]
+                    self.at[each.place] = self.module.empty_like(entry.samples[0])
+
+    def _first(self, entry: Entry) -> None:
         """Make the entry's call for the first time: its arrays are this arena's from here on."""
         for place, value in zip(entry.gives, self.run(entry), strict=False):
             if self.at[place] is None:
@@ -103,38 +159,33 @@ class Arena:
         """Write what the entry's call has given where a graph would have."""
         for place, value in zip(entry.gives, values, strict=False):
             own = self.at[place]
-            if value is not own and not _one_memory(value, own):
+            if value is not own and not one_memory(value, own):
                 own[...] = value
 
 
-def _one_memory(a: Any, b: Any) -> bool:
-    return _pointer(a) == _pointer(b) and a.shape == b.shape and a.strides == b.strides
-
-
-def _pointer(value: Any) -> int:
-    if isinstance(value, np.ndarray):
-        return int(value.__array_interface__["data"][0])
-    return int(value.data.ptr)
-
-
 class Plain:
-    """A backend whose segments are calls one by one: where there is no device, and for tests."""
+    """A backend whose segments are calls one by one: where there is no device, and for tests. What kernels would not write to memory is
+    made no number, so that whoever reads it is found.
+    """
 
     def build(self, program: Program, module: Any, segments: list[tuple[int, int]]) -> Arena:
         """An arena whose arrays are there. What the calls change of the loop's own is put back."""
         arena = Arena(program, module)
         before = {place: value.copy() for place, value in program.kept.items()}
-        for entry in program.entries:
-            if entry.how == "run":
-                arena.first(entry)
+        for segment in segments:
+            arena.build(segment, lambda step: self._kernels(arena, step))
         for place, value in before.items():
             program.kept[place][...] = value
-        arena.settle()
         return arena
 
     def launch(self, arena: Arena, segment: tuple[int, int]) -> None:
         """Fill what the calls of this segment give."""
-        arena.again(*segment)
+        for step in arena.program.steps(segment):
+            self._kernels(arena, step)
+            if step.number >= 0:
+                entry = arena.program.entries[step.number]
+                if entry.name not in UNFILLED:
+                    arena.take(entry, arena.run(entry))
 
     def masked(self, name: str) -> Callable[..., Any]:
         """What does `target[mask] op= number` in place, of target, mask and number; "" is an assignment."""
@@ -143,3 +194,35 @@ class Plain:
             target[mask] = getattr(target[mask], name)(number) if name else number
 
         return change
+
+    def _kernels(self, arena: Arena, step: Step) -> None:
+        for cluster in reversed(step.clusters):  # in which order is nobody's business
+            _compute(arena, cluster)
+
+
+def _compute(arena: Arena, cluster: Cluster) -> None:
+    at = {place: arena.at[place].copy() for place in cluster.reads}
+    for each in cluster.elements:
+        entry = arena.program.entries[each.number]
+        if each.windows:
+            at[each.place] = arena.module.asarray(_sum_of(each, arena.at))
+            continue
+        found = arena.run(entry, at=at)
+        if found and not each.target:
+            at[each.place] = found[0]
+    for place in cluster.writes:
+        arena.at[place][...] = at[place]
+    for place in cluster.dead:
+        arena.at[place].fill(np.nan if arena.at[place].dtype.kind == "f" else 1)
+
+
+def _sum_of(each: Element, at: list[Any]) -> Any:
+    """What an element of windows gives, made by NumPy."""
+    total = np.zeros(each.shape, dtype=each.gives)
+    for window in each.windows:
+        index = tuple(
+            slice(start, start + step * length, step)
+            for start, step, length in zip(window.starts, window.steps, window.lengths, strict=True)
+        )
+        total[index] += np.asarray(at[window.place])
+    return total

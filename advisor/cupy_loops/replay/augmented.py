@@ -2,6 +2,8 @@
 
 Python makes three calls of the first: `t = a[mask]`, `t op= number`, `a[mask] = t`, and how many elements `t` has only the host can tell. Where
 the three follow each other in one expression nobody else sees `t`, and the whole is one pass over `a` in place.
+
+Where the index is a slice, `t` is a view of `a`, and the last of the three writes what is there already: in a graph it is left out.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from advisor.cupy_loops.replay.calls import IN_PLACE, CupyCall, Entry, Program
+from advisor.cupy_loops.replay.calls import IN_PLACE, CupyCall, Entry, Program, same
 
 # What may stand between the first call and the last: operands are read, and one operation is made.
 _READS = frozenset(
@@ -30,6 +32,8 @@ _STACK = frozenset({"SWAP", "COPY", "CACHE", "NOP", "ROT_TWO", "ROT_THREE", "ROT
 _OPERATE = frozenset(
     {"BINARY_OP", "INPLACE_ADD", "INPLACE_SUBTRACT", "INPLACE_MULTIPLY", "INPLACE_TRUE_DIVIDE", "INPLACE_POWER"}
 )
+MASKED = frozenset({"__iadd__", "__isub__", "__imul__", "__itruediv__"})  # that are made in one pass
+FAR = 64  # calls before an assignment, in which what it assigns was got
 _known: dict[tuple[CodeType, int], bool] = {}
 
 
@@ -70,8 +74,9 @@ def fold(program: Program, calls: list[CupyCall], masked: Callable[[str], Callab
     """
     entries = program.entries
     for number, (entry, call) in enumerate(zip(entries, calls, strict=True)):
+        entry.idle = call.name == "__setitem__" and _assigns_itself(calls, number)
         if call.name == "__setitem__" and _assigns_number(call):
-            entry.run, entry.how = masked(""), "run"
+            entry.run, entry.how, entry.masked = masked(""), "run", ("", call.args[2])
         elif call.augmented and number + 2 < len(entries) and _three(calls, number):
             first, operation, last = entries[number : number + 3]
             others = (place for other in entries[number + 3 :] for _, place in other.arrays)
@@ -85,10 +90,23 @@ def _assigns_number(call: CupyCall) -> bool:
     return is_mask(call.args[0], call.args[1], type(call.args[0]))
 
 
+def _assigns_itself(calls: list[CupyCall], number: int) -> bool:
+    """Whether `a[i] = t` is given the view a[i] itself, changed in place by the call before. The operand's own calls come between."""
+    if number < 2 or len(calls[number].args) != 3:
+        return False
+    operation, (target, index, value) = calls[number - 1], calls[number].args
+    if operation.name not in IN_PLACE or operation.result is not value or operation.args[0] is not value:
+        return False
+    got = next((call for call in reversed(calls[max(0, number - FAR) : number - 1]) if call.result is value), None)
+    if got is None or got.name != "__getitem__" or got.args[0] is not target or not same(got.args[1], index):
+        return False
+    return value.base is not None and (value.base is target or value.base is target.base)
+
+
 def _three(calls: list[CupyCall], number: int) -> bool:
     first, operation, last = calls[number : number + 3]
     return (
-        operation.name in IN_PLACE
+        operation.name in MASKED
         and operation.args[0] is first.result
         and isinstance(operation.args[1], (int, float))
         and last.name == "__setitem__"
@@ -102,5 +120,5 @@ def _fold(first: Entry, operation: Entry, last: Entry, change: Callable[..., Any
     """The whole runs in the place of the last call, with the number that the operation was given."""
     number = next(value for position, value in operation.constants if position == 1)
     first.how = operation.how = "placeholder"
-    last.how, last.takes = "run", (0, 1)
+    last.how, last.takes, last.masked = "run", (0, 1), (operation.name, number)
     last.run = lambda target, mask: change(target, mask, number)

@@ -50,6 +50,18 @@ class NotAStep(Exception):
     """Why what was recorded makes no program."""
 
 
+class CannotCapture(NotAStep):
+    """A call that a graph cannot hold: `number` in the program."""
+
+    def __init__(self, number: int, why: str) -> None:
+        super().__init__(why)
+        self.number = number
+
+
+class CannotFuse(NotAStep):
+    """Why calls run one by one."""
+
+
 @dataclass(slots=True, eq=False)
 class CupyCall:
     """One call as it was made; `result` holds its arrays alive while a step is recorded."""
@@ -92,12 +104,84 @@ class Entry:
     samples: list[Any] = field(
         default_factory=list
     )  # the arrays that it gave while it was recorded, until there is an arena
+    changes: tuple[int, ...] = ()  # places whose arrays it changes, as far as the call names them
+    idle: bool = False  # in a graph there is nothing to do: `a[i] = value` where value is a[i] itself, changed in place
+    masked: tuple[str, Any] | None = (
+        None  # it is `target[mask] op= number`: the operation's name, "" of an assignment; the number
+    )
     run: Callable[..., Any] | None = None  # in place of `plain`, in the graph
     takes: tuple[int, ...] | None = None  # positions that this is called with; None: all
-    # Answered by a look at its arrays and constants alone; and the entry of the next call.
+    # Answered by a look at its arrays and constants alone: those by position, and those by name; the place of what it gives, or -1: `value`.
     quick: bool = False
+    positional: tuple[tuple[int, Any], ...] = ()
+    named: dict[str, Any] = field(default_factory=dict)
+    place: int = -1
     fresh: bool = False  # the script holds its arrays for longer than a step: it is given others, which are filled behind the graph
-    next: Entry | None = None
+    next: Entry | None = None  # the entry of the next call
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """place: of an array; scalar: the number of a number that differs from step to step; else `value`, which is in the source."""
+
+    place: int = -1
+    scalar: int = -1
+    value: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Where an array is added into a larger one: by dimension of the larger, the first element, the distance of elements, and how many."""
+
+    place: int  # of the array that is added, which may be broadcast to `lengths`
+    starts: tuple[int, ...]
+    steps: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Element:
+    """One elementwise call. `code`: the expression, with {0}, {1} … for operands of type `inside`; the result is stored as `gives` at `place`.
+    `target`: `place` is changed in place.
+    """
+
+    number: int
+    code: str
+    operands: tuple[Operand, ...]
+    inside: str
+    gives: str
+    place: int
+    shape: tuple[int, ...]
+    target: bool = False
+    windows: tuple[Window, ...] = ()  # in place of an expression: the sum of these, in their order, from 0
+    also: tuple[int, ...] = ()  # further calls that it stands for
+
+
+@dataclass(slots=True, eq=False)
+class Cluster:
+    """Elementwise calls of one shape that run as one kernel."""
+
+    shape: tuple[int, ...]
+    elements: list[Element] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)  # places read before the kernel writes them
+    writes: list[int] = field(default_factory=list)  # places whose values go to memory
+    dead: list[int] = field(default_factory=list)  # places that nobody but the kernel's own calls reads
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What is launched as one: a call by its number, or kernels that do not need each other."""
+
+    number: int = -1
+    clusters: list[Cluster] = field(default_factory=list)
+    views: list[int] = field(
+        default_factory=list
+    )  # calls without work of their own, which only need what is there by now
+
+    @property
+    def kernels(self) -> list[Cluster]:
+        """Clusters that have something to do: where nobody reads what one gives there is only its memory."""
+        return [cluster for cluster in self.clusters if cluster.writes]
 
 
 @dataclass(slots=True, eq=False)
@@ -112,13 +196,23 @@ class Program:
     written: set[int] = field(default_factory=set)  # places whose arrays the step changes in place
     scalars: int = 0
     scalar_dtypes: list[Any] = field(default_factory=list)
+    plans: dict[tuple[int, int], list[Step]] = field(
+        default_factory=dict
+    )  # by segment, in what order and together with what its calls run
+    alive: set[int] = field(default_factory=set)  # entries whose arrays the script holds while a segment is launched
 
     def link(self) -> None:
         """Each entry knows the next, and whether a look at its arguments is all that a call of it takes."""
         for entry, after in zip(self.entries, [*self.entries[1:], None], strict=True):
             entry.next = after
-            plain = not (entry.nested or entry.scalars or entry.keys)
-            entry.quick = plain and entry.single and not entry.fresh and entry.how in ("run", "placeholder", "constant")
+            plain = not (entry.nested or entry.scalars or entry.types) and all(
+                position < entry.size for position, _ in entry.arrays
+            )
+            answers = (entry.single and len(entry.gives) == 1) or not entry.gives
+            entry.quick = plain and answers and not entry.fresh and entry.how in ("run", "placeholder", "constant")
+            entry.place = entry.gives[0] if entry.gives else -1
+            entry.positional = tuple(pair for pair in entry.constants if pair[0] < entry.size)
+            entry.named = {entry.keys[at - entry.size]: value for at, value in entry.constants if at >= entry.size}
 
     def hand_out(self, entries: set[int]) -> None:
         """The script holds the arrays of these entries for longer than a step.
@@ -143,6 +237,16 @@ class Program:
         if first < len(self.entries):
             found.append((first, len(self.entries)))
         return found
+
+    def steps(self, segment: tuple[int, int]) -> list[Step]:
+        """What runs in a segment, in order; without a plan each call by itself."""
+        if segment in self.plans:
+            return self.plans[segment]
+        return [Step(number=n) for n in range(*segment) if self.entries[n].how == "run" and not self.entries[n].idle]
+
+    def unwritten(self, segment: tuple[int, int]) -> list[int]:
+        """Places of a segment whose values never go to memory."""
+        return [place for step in self.plans.get(segment, ()) for cluster in step.clusters for place in cluster.dead]
 
     def forget(self, at: list[Any]) -> None:
         """Arrays of the recorded steps are the script's alone again; `at` has arrays like those that come in."""

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from advisor.core.errors import first_line
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.calls import UNFILLED, Entry
 
@@ -21,6 +22,7 @@ FEW = 8.0  # distances of two plain runs that a third one may be off by
 # fp32 may be TF32's, in both or in one.
 ROUNDING = {2: 4e-3, 4: 1e-5, 8: 1e-12}
 TF32 = 2e-3
+SMALLEST = 1e-300  # what is not equal to the bit is apart
 _SUMS = frozenset({"sum", "mean"})
 _PRODUCTS = frozenset({"dot", "matmul", "tensordot", "__matmul__", "__rmatmul__"})
 
@@ -30,23 +32,46 @@ State = dict[int, Any]
 def launched(backend: Any, arena: Arena, segment: tuple[int, int]) -> str:
     """Launch a segment's graph, the calls beside it: why its arrays are not right, or "".
 
-    The arena then has what the graph gives, or where that is wrong, what CuPy's own calls give.
+    The arena then has what the graph gives, or where that is wrong or cannot be judged, what CuPy's own calls give.
 
     Args:
         backend: what launches it. segment: the first call and the one behind the last.
     """
-    program = arena.program
-    entries = [entry for entry in program.entries[slice(*segment)] if entry.how == "run"]
-    names = {place: entry.name for entry in entries for place in entry.gives}
-    views = arena.views()
-    written = {place for place in program.written if arena.at[place] is not None}
-    judged = sorted((set(names) | written) - views)
-    before = _state(arena, sorted(written))
+    names, judged, written = _of(arena, segment)
+    before = _state(arena, written)
     # What nobody has written yet is the same in all three runs.
-    before |= {place: np.zeros_like(_numbers(arena.at[place])) for place in judged if names.get(place) in UNFILLED}
+    unfilled = [place for place in judged if names.get(place) in UNFILLED]
+    try:
+        before |= {place: arena.module.zeros_like(arena.at[place]) for place in unfilled}
+        wrong = _judged(backend, arena, segment, names, judged, before)
+    except Exception as error:  # memory for its copies, most likely
+        wrong = f"a graph cannot be judged: {first_line(error)}"
+    if wrong:
+        _put(arena, before)
+        arena.again(*segment, plain=True)
+    return wrong
 
-    _put(arena, before)
+
+def _of(arena: Arena, segment: tuple[int, int]) -> tuple[dict[int, str], list[int], list[int]]:
+    """Of a segment: by place, the call that gives an array there; places to judge; places that are changed in place.
+
+    Arrays that a later segment makes are not judged: a graph may use their memory for arrays of its own meanwhile.
+    """
+    program = arena.program
+    names = {
+        place: entry.name for entry in program.entries[slice(*segment)] if entry.how == "run" for place in entry.gives
+    }
+    last = segment[1]
+    written = [p for p in sorted(program.written) if arena.at[p] is not None and program.results.get(p, -1) < last]
+    judged = sorted({*names, *written} - arena.views() - set(program.unwritten(segment)))
+    return names, judged, written
+
+
+def _judged(
+    backend: Any, arena: Arena, segment: tuple[int, int], names: dict[int, str], judged: list[int], before: State
+) -> str:
     wrong = ""
+    _put(arena, before)
     for entry in arena.computed(*segment):
         given = arena.run(entry)
         wrong = wrong or _ours(arena, entry, given)
@@ -54,58 +79,55 @@ def launched(backend: Any, arena: Arena, segment: tuple[int, int]) -> str:
     first = _state(arena, judged)
     _put(arena, before)
     arena.again(*segment)
-    second = _state(arena, judged)
-    _put(arena, {place: _other(first[place]) for place in judged if place not in before})  # a graph that leaves one out
+    allowed = {place: _apart(arena, first[place], arena.at[place]) for place in judged}
+    for place in judged:  # a graph that leaves one out
+        if place not in before:
+            _poison(arena.at[place])
     _put(arena, before)
     backend.launch(arena, segment)
-    for place, found in _state(arena, judged).items():
-        if not wrong and not _may_be(found, first[place], second[place]):
+    for place in judged:
+        if _apart(arena, first[place], arena.at[place]) > FEW * allowed[place]:
             of = names.get(place, "an array that is changed in place")
-            wrong = f"the graph gives other values than the calls: {of}"
-    if wrong:
-        _put(arena, before)
-        arena.again(*segment, plain=True)
+            return wrong or f"the graph gives other values than the calls: {of}"
     return wrong
 
 
-def _other(numbers: Any) -> Any:
+def _poison(array: Any) -> None:
     """Numbers of which none is what these are."""
-    return np.full_like(numbers, np.nan) if numbers.dtype.kind in "fc" else np.invert(numbers)
+    if array.dtype.kind in "fc":
+        array.fill(np.nan)
+    else:
+        array[...] = ~array
 
 
 def _state(arena: Arena, places: list[int]) -> State:
-    return {place: _numbers(arena.at[place]).copy() for place in places}
+    return {place: arena.at[place].copy() for place in places}
 
 
 def _put(arena: Arena, state: State) -> None:
     for place, numbers in state.items():
-        arena.at[place][...] = arena.module.asarray(numbers)
+        arena.at[place][...] = numbers
 
 
-def _numbers(value: Any) -> Any:
-    """On the host, as NumPy has it."""
-    return np.asarray(value.get()) if hasattr(value, "get") else np.asarray(value)
+def _apart(arena: Arena, first: Any, found: Any) -> float:
+    """How far two arrays are apart: 0 where they are equal to the bit; numbers that count are apart by how many differ."""
+    if _bits(arena, first, found):
+        return 0.0
+    if first.dtype.kind not in "fc":
+        return float((first != found).sum())
+    finite = arena.module.isfinite(first)
+    if not bool((finite == arena.module.isfinite(found)).all()):
+        return float("inf")
+    distance = abs(arena.module.where(finite, found, 0) - arena.module.where(finite, first, 0))
+    return max(float(distance.max()), SMALLEST)
 
 
-def _may_be(found: Any, first: Any, second: Any) -> bool:
-    """Whether an array is one that the calls may give, who gave these two."""
-    if first.tobytes() == second.tobytes():
-        return bool(found.tobytes() == first.tobytes())
-    if first.dtype.kind not in "fc":  # what compares or counts numbers that differ
-        return _unlike(found, first) <= FEW * max(1, _unlike(second, first))
-    if not np.array_equal(np.isfinite(found), np.isfinite(first)):
-        return False
-    wide = "c16" if first.dtype.kind == "c" else "f8"
-    apart, allowed = (_furthest(other.astype(wide) - first.astype(wide)) for other in (found, second))
-    return apart <= FEW * allowed
-
-
-def _unlike(a: Any, b: Any) -> int:
-    return int(np.count_nonzero(a != b))
-
-
-def _furthest(distance: Any) -> float:
-    return float(np.nan_to_num(np.abs(distance)).max())
+def _bits(arena: Arena, first: Any, found: Any) -> bool:
+    if first.size == 0:
+        return True
+    kind = "u8" if first.dtype.itemsize % 8 == 0 else f"u{first.dtype.itemsize}"
+    a, b = (arena.module.ascontiguousarray(value).reshape(-1).view(kind) for value in (first, found))
+    return bool((a == b).all())
 
 
 def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
@@ -116,17 +138,17 @@ def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
     # The sum of the terms' magnitudes; a variance's terms are squares, of which none is above the largest.
     squares = entry.name == "var"
     sizes = (
-        [_furthest(_numbers(arena.at[entry.arrays[0][1]])) ** 2]
+        [float(abs(arena.at[entry.arrays[0][1]]).max()) ** 2]
         if squares
         else arena.run(entry, plain=True, magnitudes=True)
     )
+    module = arena.module
     for ours, theirs, size in zip(given, plain, sizes, strict=True):
-        a, b, scale = (_numbers(value) for value in (ours, theirs, size))
-        if a.shape != b.shape or a.dtype != b.dtype:
-            return f"{entry.name} gives {a.dtype} {a.shape} in place of {b.dtype} {b.shape}"
-        rounding = TF32 if entry.name in _PRODUCTS and a.itemsize == 4 else ROUNDING.get(a.itemsize, 0.0)
-        finite = np.isfinite(b)
-        near = np.abs(a.astype("f8") - b)[finite] <= rounding * np.broadcast_to(scale, b.shape)[finite]
-        if not near.all() or not np.array_equal(np.isfinite(a), finite):
+        if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+            return f"{entry.name} gives {ours.dtype} {ours.shape} in place of {theirs.dtype} {theirs.shape}"
+        rounding = TF32 if entry.name in _PRODUCTS and ours.itemsize == 4 else ROUNDING.get(ours.itemsize, 0.0)
+        finite = module.isfinite(theirs)
+        near = abs(ours - theirs) <= rounding * size
+        if not bool((near | ~finite).all()) or not bool((module.isfinite(ours) == finite).all()):
             return f"{entry.name} gives other values than CuPy's"
     return ""

@@ -79,9 +79,11 @@ class Products:
         return result.reshape([*(a.shape[i] for i in left), *(b.shape[i] for i in right)])
 
     def _dtype(self, a: Any, b: Any) -> Any:
-        if str(a.dtype) not in _TYPES or a.dtype != b.dtype:
+        """The type of the product, and of what is multiplied."""
+        found = self.module.result_type(a, b)
+        if str(found) not in _TYPES:
             raise CublasUnavailable(f"a product of {a.dtype} and {b.dtype}")
-        return a.dtype
+        return found
 
     @staticmethod
     def _refuse(out: Any) -> None:
@@ -90,7 +92,7 @@ class Products:
 
     def _gemm(self, a: Any, b: Any, out: Any) -> None:
         """out = a b, of matrices. Row by row that is, column by column, the product of the transposed ones the other way round."""
-        (a, turn_a, lead_a), (b, turn_b, lead_b) = self._laid(a), self._laid(b)
+        (a, turn_a, lead_a), (b, turn_b, lead_b) = self._laid(a, out.dtype), self._laid(b, out.dtype)
         (m, k), n = a.shape, b.shape[1]
         kind, compute, scalar = _TYPES[str(out.dtype)]
         if kind == 0 and tf32(self.module):
@@ -109,8 +111,9 @@ class Products:
             )
         )  # fmt: skip
 
-    def _laid(self, matrix: Any) -> tuple[Any, bool, int]:
-        """The matrix, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
+    def _laid(self, matrix: Any, dtype: Any) -> tuple[Any, bool, int]:
+        """The matrix of this type, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
+        matrix = matrix.astype(dtype, copy=False)
         rows, columns = matrix.shape
         step_row, step_column = (stride // matrix.itemsize for stride in matrix.strides)
         if (columns == 1 or step_column == 1) and (rows == 1 or step_row >= columns):

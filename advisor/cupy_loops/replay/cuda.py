@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from advisor.core.errors import first_line
 from advisor.core.units import bytes_text
 from advisor.cupy_loops.changes.base import Unfit
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.calls import NotAStep, Program
+from advisor.cupy_loops.replay.calls import CannotFuse, NotAStep, Program
 from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
+from advisor.cupy_loops.replay.fused import Kernels
+from advisor.cupy_loops.replay.joined import Joined
+from advisor.cupy_loops.replay.memory import samples
 from advisor.cupy_loops.replay.sums import Sums
-from advisor.cupy_loops.replay.understand import CannotCapture
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be taken from the driver meanwhile
-MOST_MEMORY = 0.4  # of what is free, for the arrays of one arena
+MOST_MEMORY = 0.2  # of what is free, for the arrays of one arena: there are two, and copies while a graph is judged
 
 
 class Graphs:
@@ -29,7 +32,7 @@ class Graphs:
             raise Unfit(str(error)) from None
         self.module = module
         self.stream = module.cuda.Stream(non_blocking=True)
-        sums = Sums(module)
+        sums, joined = Sums(module), Joined(module)
         self._instead: dict[str, Callable[..., Any]] = {
             "dot": self.products.dot,
             "matmul": self.products.matmul,
@@ -39,7 +42,10 @@ class Graphs:
             "sum": sums.sum,
             "mean": sums.mean,
             "var": sums.var,
+            "concatenate": joined.concatenate,
+            "stack": joined.stack,
         }
+        self.kernels = Kernels(module)
         self._masked: dict[str, Callable[..., Any]] = {}
 
     def build(self, program: Program, module: Any, segments: list[tuple[int, int]]) -> Arena:
@@ -47,6 +53,7 @@ class Graphs:
 
         Raises:
             CannotCapture: a call is refused.
+            CannotFuse: kernels that stand for several calls cannot be made or launched.
             NotAStep: the arrays of a step do not fit beside the loop.
         """
         outside = (*program.kept.values(), *program.given.values())
@@ -61,6 +68,7 @@ class Graphs:
                 entry.run = self._instead.get(entry.name)
         arena = Arena(program, module)
         arena.pool = module.cuda.MemoryPool()
+        self._compile(program)
         module.cuda.runtime.deviceSynchronize()
         for segment in segments:
             arena.graphs[segment] = self._captured(arena, segment)
@@ -78,14 +86,19 @@ class Graphs:
             self._masked[name] = lambda target, mask, number: _nothing(kernel(mask, number, target))
         return self._masked[name]
 
+    def _compile(self, program: Program) -> None:
+        steps = [step for plan in program.plans.values() for step in plan]
+        try:
+            self.kernels.compile(steps, samples(program), [str(dtype) for dtype in program.scalar_dtypes])
+        except Exception as error:
+            raise CannotFuse(first_line(error)) from None
+
     def _captured(self, arena: Arena, segment: tuple[int, int]) -> Any:
-        entries, number, failed = arena.program.entries, segment[0], None
+        failed = None
         with self.module.cuda.using_allocator(arena.pool.malloc), self.stream:
             self.stream.begin_capture(RELAXED)
             try:
-                for number in range(*segment):
-                    if entries[number].how == "run":
-                        arena.first(entries[number])
+                arena.build(segment, lambda step: self.kernels.launch(step, arena.at, arena.scalars))
             except Exception as error:
                 failed = error
             try:
@@ -93,7 +106,7 @@ class Graphs:
             except Exception as error:  # what has failed has ended it
                 failed = failed or error
         if failed is not None:
-            raise CannotCapture(number, f"{entries[number].name}: {type(failed).__name__}: {failed}") from None
+            raise failed
         return graph
 
 

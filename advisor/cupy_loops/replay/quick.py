@@ -43,13 +43,15 @@ def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callab
                 _wait(recorder)
             return plain(*args, **kwargs)
         entry = recorder.expected
-        if entry is not None and entry.name == name and entry.quick and not kwargs and len(args) == entry.size:
+        if entry is not None and entry.name == name and entry.quick and len(args) == entry.size:
             at, usual = recorder.at, True
             for position, place in entry.arrays:
                 if args[position] is not at[place]:
                     usual = False
                     break
-            for position, constant in entry.constants if usual else ():
+            if kwargs or entry.named:
+                usual = usual and _named_alike(kwargs, entry.named)
+            for position, constant in entry.positional if usual else ():
                 value = args[position]
                 if value is not constant and not same(value, constant):
                     usual = False
@@ -57,7 +59,7 @@ def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callab
             if usual:
                 recorder.cursor += 1
                 recorder.expected = entry.next
-                result = at[entry.gives[0]]
+                result = at[entry.place] if entry.place >= 0 else entry.value
                 if entry.next is None:
                     _end(recorder)
                 return result
@@ -68,6 +70,12 @@ def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callab
             recorder.inside = False
 
     return call
+
+
+def _named_alike(given: dict[str, Any], recorded: dict[str, Any]) -> bool:
+    if given.keys() != recorded.keys():
+        return False
+    return all(value is recorded[name] or same(value, recorded[name]) for name, value in given.items())
 
 
 def _end(recorder: Replaying) -> None:

@@ -22,10 +22,10 @@ from advisor.cupy_loops.replay.beside import loaded_beside, used_by_script
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
 from advisor.cupy_loops.replay.incoming import Incoming
-from advisor.cupy_loops.replay.understand import CannotCapture, understand
+from advisor.cupy_loops.replay.making import make
+from advisor.cupy_loops.replay.understand import understand
 from advisor.loop.patches import Patches
 
-MOST_REFUSED = 24  # calls that a graph cannot hold
 ATTEMPTS = 8  # programs made, before the loop is left alone
 STEADY = 200  # replayed steps behind which earlier attempts are forgotten
 LEARN_AGAIN = 2  # broken steps in a row
@@ -52,6 +52,7 @@ class Recorder:
         self.replayed = self.broken = self.programs = 0
         self.inside = False
         self.wrong = ""  # how a graph has given other values than its calls; the loop is left alone behind this step
+        self.unfused = ""  # why calls of a graph run one by one
         self.program: Program | None = None
         self.segments: list[tuple[int, int]] = []
         # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
@@ -64,6 +65,8 @@ class Recorder:
         self._turn = 0
         self.at: list[Any] = []  # by place: what the script holds of this step
         self._incoming = Incoming()
+        self._missed = False  # the script holds what the kernels of a segment do not write
+        self._alive: set[int] = set()  # entries whose arrays it holds while they are to be filled
         self._kept_by_script: set[int] = set()  # entries whose arrays it holds for longer than a step
         self.cursor = self.launched = 0
         self._collected = self._judged = self._since = self._in_a_row = 0
@@ -117,8 +120,9 @@ class Recorder:
             program = understand(steps[0], steps[1], self.array, self._varying)
             augmented.fold(program, steps[1], self.backend.masked)
             program.hand_out(self._kept_by_script)
+            program.alive = self._alive
             steps.clear()
-            self._arenas = self._two_arenas(program)
+            made = make(program, self.module, self.backend, self.unfused)
         except NotAStep as error:
             self.finder.fail(str(error))
             if self.finder.given_up:
@@ -128,31 +132,10 @@ class Recorder:
             self.leave(f"the step cannot be replayed: {first_line(error)}")
             return
         program.link()
+        self._arenas, self.segments, self.unfused = made.arenas, made.segments, made.unfused
+        self.refused += made.refused
         self.program, self.phase = program, REPLAY
         self._turn = self.cursor = self.launched = self._since = 0
-
-    def _two_arenas(self, program: Program) -> list[Arena]:
-        """Arenas, with what a graph cannot hold made as ever.
-
-        Raises:
-            NotAStep: too much of the step is of that kind.
-        """
-        for _ in range(MOST_REFUSED):
-            self.segments = program.segments()
-            try:
-                arenas = [self.backend.build(program, self.module, self.segments) for _ in range(2)]
-            except CannotCapture as error:
-                entry = program.entries[error.number]
-                if entry.how != "run":
-                    raise
-                entry.how, entry.run, entry.takes = "made", None, None
-                self.refused.append(str(error))
-                continue
-            program.forget(arenas[0].at)
-            for arena in arenas:
-                arena.settle()
-            return arenas
-        raise NotAStep(f"a graph holds too little of the step: {self.refused[-1]}")
 
     # -- replaying --------------------------------------------------------------------------------------------------
 
@@ -184,6 +167,10 @@ class Recorder:
 
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
+        if self.wrong and self._program().plans:
+            self.unfused, self.wrong = self.wrong, ""
+            self._anew()
+            return False
         if self.wrong:
             self.leave(self.wrong)
             return False
@@ -298,18 +285,22 @@ class Recorder:
 
     def _launch(self, until: int) -> None:
         """Fill what the calls up to `until` have promised."""
-        arena = self._arenas[self._turn]
+        arena, program = self._arenas[self._turn], self._program()
         self._incoming.fill(arena)
         for segment in self.segments:
             if self.launched <= segment[0] and segment[1] <= until:
-                if segment in arena.checked:
+                if missed := arena.missed(segment):
+                    self._alive.update(program.results[place] for place in missed)
+                    self._missed = True
+                    arena.again(*segment)
+                elif segment in arena.checked:
                     self.backend.launch(arena, segment)
                 else:
                     arena.checked.add(segment)
                     wrong = checked.launched(self.backend, arena, segment)
                     self.wrong = self.wrong or wrong
         self.launched = until
-        self._incoming.give_back(arena, self._program().written)
+        self._incoming.give_back(arena, program.written)
 
     def end(self) -> None:
         program = self._program()
@@ -324,6 +315,11 @@ class Recorder:
         self._in_a_row = 0
         if self._since > STEADY:
             self.programs = 0
+        if self._missed:
+            self._anew()
+            if self.programs >= ATTEMPTS:
+                self.leave("the script holds other arrays in each step")
+                return
         self._judge()
 
     # -- steps that go another way ----------------------------------------------------------------------------------
@@ -358,14 +354,18 @@ class Recorder:
         self.why = why
         self._in_a_row += 1
         if self._in_a_row >= LEARN_AGAIN:  # the loop has changed: another epoch's arrays, a number that varies
-            self._in_a_row = 0
-            self.finder.anew()
-            self.phase, self.expected = FIND, None
-            self._arenas, self.program, self.at = [], None, []
+            self._anew()
             if self.programs >= ATTEMPTS:
                 self.leave(why)
                 return
         self._judge()
+
+    def _anew(self) -> None:
+        """Record the step again."""
+        self._in_a_row, self._missed = 0, False
+        self.finder.anew()
+        self.phase, self.expected = FIND, None
+        self._arenas, self.program, self.at = [], None, []
 
     def _judge(self) -> None:
         self._judged += 1

@@ -41,14 +41,6 @@ def understand(first: list[CupyCall], second: list[CupyCall], array: Any, varyin
     return _Reader(first, second, array, varying).program()
 
 
-class CannotCapture(NotAStep):
-    """A call that a graph cannot hold: `number` in the program."""
-
-    def __init__(self, number: int, why: str) -> None:
-        super().__init__(why)
-        self.number = number
-
-
 class _Reader:
     def __init__(
         self, first: list[CupyCall], second: list[CupyCall], array: Any, varying: set[tuple[int, int]]
@@ -96,7 +88,7 @@ class _Reader:
                     self.out.scalars += 1
                     self.out.scalar_dtypes.append(self._dtype_beside(news))
         entry.arrays, entry.constants, entry.scalars, entry.nested = map(tuple, (arrays, constants, scalars, nested))
-        self._note_writes(new)
+        entry.changes = self._note_writes(new)
         if entry.how == "made" and new.name in SOURCES and not arrays and not nested and self._is_constant(old, new):
             entry.how = "constant"
         elif entry.how == "made" and not arrays and not nested:
@@ -166,8 +158,9 @@ class _Reader:
         parts = index if isinstance(index, tuple) else (index,)
         return any(isinstance(part, self.array) and part.dtype.kind == "b" for part in parts)
 
-    def _note_writes(self, call: CupyCall) -> None:
-        """Arrays from outside that this call changes in place, themselves or through a view."""
+    def _note_writes(self, call: CupyCall) -> tuple[int, ...]:
+        """Arrays that this call changes in place, themselves or through a view; the places of what it names."""
+        found = []
         targets = []
         if call.name in IN_PLACE or call.name in WRITERS:
             targets = list(call.args[:1])
@@ -181,6 +174,8 @@ class _Reader:
                     place = self.now.get(id(value), self.fixed.get(id(value)))
                     if place is not None:
                         self.out.written.add(place)
+                        found.append(place)
+        return tuple(found)
 
     def _may_vary(self, call: CupyCall, value: Any) -> bool:
         return (
