@@ -110,7 +110,7 @@ class Kernels:
                 wanted[made.name] = made
         wanted = {name: made for name, made in wanted.items() if name not in self._known}
         if wanted:
-            raw = self.module.RawModule(code=source(list(wanted.values())), options=("--std=c++17",))
+            raw = self.module.RawModule(code=source(list(wanted.values())))
             self._known |= {name: raw.get_function(name) for name in wanted}
 
     def launch(self, step: Step, arrays: list[Any], scalars: list[Any]) -> None:
