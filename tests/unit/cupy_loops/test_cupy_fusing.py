@@ -12,6 +12,7 @@ import stub_cupy
 import test_cupy_replay
 
 from advisor.cupy_loops.changes.graphs import Graphs
+from advisor.cupy_loops.replay import memory
 from advisor.cupy_loops.replay.arena import Plain
 from advisor.cupy_loops.replay.calls import Program
 from advisor.cupy_loops.replay.recorder import REPLAY, Recorder
@@ -180,3 +181,13 @@ def test_any_order_of_calls_views_and_changes_in_place(seed: int, backend: Calla
     assert not change.recorder.unfused
     for a, b in zip(plain, found, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-12)
+
+
+def test_strides_of_dimensions_of_one_mean_nothing() -> None:
+    a = np.zeros((1, 4, 1, 3))
+    b = np.lib.stride_tricks.as_strided(np.zeros(12), a.shape, (8, 24, 800, 8))
+    c = np.zeros((3, 1, 4, 1)).transpose(1, 2, 3, 0)
+    assert a.strides != b.strides
+    assert memory.alike({0: a, 1: a[:, 1:]}, {0: b, 1: b[:, 1:]})
+    assert not memory.alike({0: a}, {0: c})
+    assert not memory.alike({0: a, 1: a[:, 1:]}, {0: b, 1: b[:, 1:].copy()})
