@@ -64,6 +64,12 @@ def dense(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Ten
     return found if found.data_ptr() % 16 == 0 else found.clone()
 
 
+def lying_as(found: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`found`, [N, C, H, W] contiguous, in the memory format of x."""
+    nhwc = is_nhwc(x) and not x.is_contiguous()
+    return found.contiguous(memory_format=torch.channels_last) if nhwc else found
+
+
 def aligned(tensor: Parameter) -> Parameter:
     """The tensor itself where it is aligned, else a copy that is. None stays None."""
     return tensor if tensor is None or is_aligned(tensor) else tensor.clone(memory_format=torch.contiguous_format)

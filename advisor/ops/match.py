@@ -20,6 +20,7 @@ from torch import fx
 from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, storage
+from advisor.ops.convolution_support import Sizes, Support
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
 _RELU = {F.relu, torch.relu, torch.relu_, "relu", "relu_"}
@@ -186,17 +187,10 @@ class Conv2d:
     dilation: tuple[int, int]
     groups: int
 
-    def unsupported(self, spec: Any) -> str:
-        """What a family's `spec` says of the convolution, whatever it is run on: why it is none of its own, or ""."""
-        reason: str = spec.unsupported_convolution(
-            shape=(1, self.channels, 1, 1),
-            weight_shape=self.weight_shape,
-            stride=self.stride,
-            padding=self.padding,
-            dilation=self.dilation,
-            groups=self.groups,
-        )
-        return reason
+    def unsupported(self, supports: Support) -> str:
+        """Why the convolution is none of a family's that supports this, whatever it is run on; empty where it is."""
+        sizes = (1, self.channels, 1, 1), self.weight_shape, self.stride, self.padding, self.dilation, self.groups
+        return supports.another(Sizes(*sizes))
 
 
 def convolutions(

@@ -58,9 +58,7 @@ _OPERATIONS: dict[str, Callable[..., tuple[Any, ...]] | None] = {
     "conv3x3": None,
     "strided_pointwise_conv2d": None,
     "first_conv2d": lambda x, weight, bias, stride, padding: (x, weight, bias, stride, padding, torch.bfloat16),
-    "exact_conv2d": lambda x, weight, bias, stride, padding, dilation, groups: (
-        *(x, weight, bias, [stride, *padding, dilation, groups]),
-    ),
+    "exact_conv2d": None,
     "batchnorm_act": lambda *all: (*all[:10],),
     "batchnorm_max_pool": None,
     "bias_act": lambda x, bias, residual, activation, slope=0.01, *_: (x, bias, residual, activation, slope),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with
+from emulation.supports import unsupported
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
@@ -178,15 +179,15 @@ def test_the_weights_blocks_are_those_that_were_measured(call: tuple[int, ...], 
         ({"arch": 80}, "sm_80 lacks the products of warpgroups that sm_90 has"),
         ({"arch": 100}, "sm_100 lacks the products of warpgroups that sm_90 has"),
         ({"shape": (2, 64, 8)}, "3-D input"),
-        ({"groups": 2}, "2 groups"),
+        ({"groups": 2}, "2 groups of 64 channels"),
         ({"weight_shape": (64, 64, 5, 5)}, "5 x 5 taps"),
         ({"stride": (2, 2)}, "stride 2 x 2"),
         ({"dilation": (2, 2)}, "dilation 2 x 2"),
         ({"padding": (0, 0)}, "padding 0 x 0"),
         ({"weight_shape": (48, 64, 3, 3)}, "64 channels to 48"),
-        ({"weight_shape": (256, 256, 3, 3)}, "256 channels to 256"),
-        ({"weight_shape": (64, 256, 3, 3)}, "256 channels to 64"),
-        ({"weight_shape": (128, 128, 3, 3)}, ""),  # the weight's gradient alone
+        ({"shape": (2, 256, 8, 8), "weight_shape": (256, 256, 3, 3)}, "256 channels to 256"),
+        ({"shape": (2, 256, 8, 8), "weight_shape": (64, 256, 3, 3)}, "256 channels to 64"),
+        ({"shape": (2, 128, 8, 8), "weight_shape": (128, 128, 3, 3)}, ""),  # the weight's gradient alone
         ({"dtype": "float32"}, "dtype float32"),
         ({"weight_dtype": "float16"}, "weight dtype float16"),
         ({"channels_last": False}, "input is not channels_last"),
@@ -199,7 +200,7 @@ def test_what_is_supported(changed: dict[str, object], reason: str) -> None:
         "shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "weight_shape": (64, 64, 3, 3),
         "weight_dtype": "float32", "stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "arch": 90,
     }  # fmt: skip
-    assert spec.unsupported(**{**call, **changed}) == reason
+    assert unsupported(spec, **{**call, **changed}) == reason
 
 
 @pytest.mark.parametrize(

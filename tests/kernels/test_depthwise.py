@@ -7,6 +7,7 @@ import torch
 from emulation.compiler import EmulationError
 from emulation.device import only_what_wins
 from emulation.planted import passes_with, planted
+from emulation.supports import unsupported
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -151,7 +152,7 @@ def test_unsupported_says_why(change: dict, reason: str) -> None:
         "groups": 64,
         "arch": 90,
     }
-    answer = spec.unsupported(**{**call, **change})
+    answer = unsupported(spec, **{**call, **change})
     assert reason in answer if reason else answer == ""
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from emulation.device import only_what_wins
 from emulation.planted import passes_with
+from emulation.supports import unsupported
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -88,7 +89,7 @@ def test_what_is_supported(changed: dict[str, object], reason: str) -> None:
         "shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "weight_shape": (128, 64, 1, 1),
         "weight_dtype": "bfloat16", "stride": (2, 2), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "arch": 90,
     }  # fmt: skip
-    assert spec.unsupported(**{**call, **changed}) == reason
+    assert unsupported(spec, **{**call, **changed}) == reason
 
 
 @pytest.mark.parametrize("shape", [(1, 8, 1, 1), (2, 24, 5, 6), (3, 136, 4, 7)])

@@ -73,8 +73,14 @@ def test_without_such_a_driver_pytorchs_own_runs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
-    assert api.unsupported(x, torch.zeros(64, 64, 3, 3, device="meta")) == "weight and input are on different devices"
-    assert api.unsupported(x, torch.zeros(64, 64, 3, 3)) == "the driver makes no tensor maps (CUDA 12.0 and newer does)"
+    assert (
+        api.unsupported(x, torch.zeros(64, 64, 3, 3, device="meta"), None)
+        == "weight and input are on different devices"
+    )
+    assert (
+        api.unsupported(x, torch.zeros(64, 64, 3, 3), None)
+        == "the driver makes no tensor maps (CUDA 12.0 and newer does)"
+    )
 
 
 @pytest.mark.parametrize("version", [(12, 8), (12, 9), (13, 0)])
@@ -89,7 +95,7 @@ def test_a_compiler_that_takes_no_two_architectures_is_not_asked(
     nvrtc.refused.cache_clear()
     try:
         x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
-        reason = api.unsupported(x, torch.zeros(64, 64, 3, 3))
+        reason = api.unsupported(x, torch.zeros(64, 64, 3, 3), None)
         assert reason == ("" if version > (12, 8) else "compiled by NVRTC 12.9 or newer only, CuPy finds 12.8")
         assert nvrtc.refused("casts/cast_tensors.cu") == ""
     finally:

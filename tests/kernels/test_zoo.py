@@ -18,6 +18,7 @@ from torch import nn
 from advisor.ops import catalog, dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.conv3x3 import spec as conv3x3
+from advisor.ops.convolution_support import Sizes
 from advisor.ops.fft_conv import spec as fft_conv
 from advisor.ops.first_conv import spec as first_conv
 from advisor.ops.grouped import spec as grouped
@@ -93,14 +94,11 @@ def _is_depthwise(module: nn.Module) -> bool:
 
 
 def _known_to(spec: Any, module: nn.Module) -> bool:
-    return isinstance(module, nn.Conv2d) and not spec.unsupported_convolution(
-        shape=(1, module.in_channels, 1, 1),
-        weight_shape=tuple(module.weight.shape),
-        stride=module.stride,
-        padding=module.padding,
-        dilation=module.dilation,
-        groups=module.groups,
-    )
+    if not isinstance(module, nn.Conv2d):
+        return False
+    spaces = module.stride, module.padding, module.dilation
+    sizes = Sizes((1, module.in_channels, 1, 1), tuple(module.weight.shape), *spaces, module.groups)
+    return not spec.SUPPORTS.another(sizes)
 
 
 def _narrow_3x3_sites(model: nn.Module) -> int:

@@ -13,7 +13,7 @@ from advisor.ops.moments import Producer
 def _narrow(node: fx.Node) -> match.Conv2d | str:
     """The convolution that the kernels take, or why it is left alone; "" where it is of another kind."""
     call = match.conv2d(node)
-    if isinstance(call, str) or call.unsupported(spec):
+    if isinstance(call, str) or call.unsupported(spec.SUPPORTS):
         return ""
     if call.bias is not None:
         return "has a bias"

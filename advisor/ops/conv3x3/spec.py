@@ -12,8 +12,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.core import architectures
-from advisor.ops import dispatch, dispatch_table, shared_memory, sources
+from advisor.ops import dispatch, dispatch_table, shared_memory
 from advisor.ops.conv3x3 import weight
+from advisor.ops.convolution_support import Sizes, Support, padded_by_one, whole_channels
 from advisor.ops.dispatch import UNMEASURED
 
 CONV = "conv3x3/conv3x3.cu"
@@ -156,67 +157,27 @@ def moments_win(inputs: int, outputs: int) -> str:
 # ---- what is supported
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    channels_last: bool,
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, I, H, W]."""
-    if lacks := sources.lacks(CONV, arch):
-        return lacks
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in (dtype, "float32"):
-        return f"weight dtype {weight_dtype}"
-    if not channels_last:
-        return "input is not channels_last"
-    n, inputs, h, w = shape
-    if n == 0 or h == 0 or w == 0:
-        return "empty input"
-    if h * w * max(inputs, weight_shape[0]) > MAX_OFFSET:
-        return "an image is beyond 32-bit offsets"
-    return ""
+def _widths(sizes: Sizes) -> str:
+    outputs, inputs = sizes.weight_shape[:2]
+    fits = _fits(inputs, outputs, False) or _fits(outputs, inputs, True) or _weight_fits(inputs, outputs)
+    return "" if fits else f"{inputs} channels to {outputs}"
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if groups != 1:
-        return f"{groups} groups"
-    if weight_shape[2:] != (3, 3):
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != (1, 1):
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation != (1, 1):
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if padding != (1, 1):
-        return f"padding {padding[0]} x {padding[1]}"
-    outputs, inputs = weight_shape[:2]
-    if not (_fits(inputs, outputs, False) or _fits(outputs, inputs, True) or _weight_fits(inputs, outputs)):
-        return f"{inputs} channels to {outputs}"
-    return ""
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    _, inputs, h, w = sizes.shape
+    beyond = h * w * max(inputs, sizes.weight_shape[0]) > MAX_OFFSET
+    return "an image is beyond 32-bit offsets" if beyond else ""
+
+
+SUPPORTS = Support(
+    source=CONV,
+    channels=whole_channels,
+    taps=lambda rows, columns: rows == columns == 3,
+    strides=(1,),
+    padding=padded_by_one,
+    vectors=_widths,
+    limit=_limit,
+)
 
 
 def _fits(inputs: int, outputs: int, turned: bool) -> bool:

@@ -19,7 +19,7 @@ def _depthwise(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.groups != call.channels:
         return ""  # the grouped family's
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     x, result = match.value(call.x), match.value(node)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, shared_memory
+from advisor.ops.convolution_support import Sizes, Support, told
 from advisor.ops.depthwise import bands
 from advisor.ops.dispatch import with_moments
-from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "depthwise/depthwise_forward.cu"
 BACKWARD_DATA = "depthwise/depthwise_backward_data.cu"
@@ -141,78 +141,51 @@ def moments_win(call: Call, dtype: str) -> str:
     return dispatch_table.refusal("depthwise", with_moments(kind(call.kernel, call.stride)), dtype)
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    channels_last: bool,
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
+def _channels(sizes: Sizes) -> str:
+    c = sizes.shape[1]
+    if sizes.groups == c and sizes.weight_shape[:2] == (c, 1):
+        return ""
+    return "not depthwise: " + (
+        f"{sizes.groups} groups of {c} channels" if sizes.groups != c else "several outputs a channel"
     )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in STORAGE:
-        return f"weight dtype {weight_dtype}"
-    if not channels_last:
-        return "input is not channels_last"
-    n, c, h, w = shape
-    if n == 0 or h == 0 or w == 0:
-        return "empty input"
-    sized = call(shape, weight_shape[-1], stride[0], padding, dilation[0])
+
+
+def _spacing(sizes: Sizes) -> str:
+    dilation, padding = sizes.dilation, sizes.padding
+    if dilation[0] != dilation[1]:
+        return told("dilation", dilation)
+    if dilation[0] > 1 and sizes.stride[0] > 1:
+        return "stride and dilation at once"
+    outside = min(padding) < 0 or max(padding) > dilation[0] * (sizes.weight_shape[-1] - 1)
+    return f"{told('padding', padding)} is wider than the taps" if outside else ""
+
+
+def _limit(sizes: Sizes, dtype: str, arch: int) -> str:
+    kernel, dilation = sizes.weight_shape[-1], sizes.dilation[0]
+    sized = call(sizes.shape, kernel, sizes.stride[0], sizes.padding, dilation)
     if sized.out_height < 1 or sized.out_width < 1:
         return "empty output"
     if architectures.of(arch).roomy and (sized.kernel, sized.stride, dtype == "float32") in _SPILLED_ON_ROOMY:
         return f"{sized.kernel} x {sized.kernel} taps in {dtype} have too few registers on sm_{arch}"
-    if c * dilation[0] * 4 * (2 * weight_shape[-1] + 16) > MAX_WINDOW_BYTES:
+    if sized.channels * dilation * 4 * (2 * kernel + 16) > MAX_WINDOW_BYTES:
         return "a window of pixels is beyond 32-bit offsets"
     return ""
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    c = shape[1]
-    if groups != c or weight_shape[:2] != (c, 1):
-        return "not depthwise: " + (f"{groups} groups of {c} channels" if groups != c else "several outputs a channel")
-    kernel = weight_shape[-1]
-    if weight_shape[-2] != kernel:
-        return f"{weight_shape[-2]} x {kernel} taps are not square"
-    if kernel not in TAPS:
-        return f"{kernel} x {kernel} taps"
-    if stride[0] != stride[1] or stride[0] not in (1, 2):
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation[0] != dilation[1]:
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if dilation[0] > 1 and stride[0] > 1:
-        return "stride and dilation at once"
-    span = dilation[0] * (kernel - 1)
-    if min(padding) < 0 or max(padding) > span:
-        return f"padding {padding[0]} x {padding[1]} is wider than the taps"
-    if c % CHANNELS:
-        return f"{c} channels are no multiple of {CHANNELS}"
-    return ""
+SUPPORTS = Support(
+    channels=_channels,
+    square=True,
+    taps=lambda rows, columns: columns in TAPS,
+    strides=(1, 2),
+    dilates=True,
+    padding=_spacing,
+    vectors=lambda sizes: (
+        "" if sizes.shape[1] % CHANNELS == 0 else f"{sizes.shape[1]} channels are no multiple of {CHANNELS}"
+    ),
+    storage=STORAGE,
+    weight=STORAGE,
+    limit=_limit,
+)
 
 
 # ---- what is compiled

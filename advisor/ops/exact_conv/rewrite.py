@@ -21,7 +21,7 @@ def _strict(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.groups == call.channels and call.groups > 1:
         return ""  # depthwise
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     x = match.value(call.x)
@@ -46,8 +46,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
         numbers = (call.stride[0], call.padding, call.dilation[0], call.groups)
         with graph.inserting_before(node):
             if compiled:
-                flat = [numbers[0], *call.padding, *numbers[2:]]
-                arguments = (match.in_dtype_of(node, call.x), call.weight, call.bias, flat)
+                arguments = (match.in_dtype_of(node, call.x), call.weight, call.bias, *numbers)
                 new = graph.call_function(torch.ops.advisor.exact_conv2d.default, arguments)
             else:
                 new = graph.call_function(api.exact_conv2d, (call.x, call.weight, call.bias, *numbers))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from advisor.core import architectures
 from advisor.ops import dispatch, dispatch_table, shared_memory, sources
-from advisor.ops.storage import MIN_ARCH
+from advisor.ops.convolution_support import Sizes, Support
 
 PARTS = "exact_conv/exact_conv_parts.cu"
 CONV = "exact_conv/exact_conv.cu"
@@ -245,55 +245,28 @@ def wins(call: Call) -> str:
 MAX_COUNT = 2**31 - 1 - 4096
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, I, H, W], channels_last."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype != "float32" or weight_dtype != "float32":
-        return f"dtype {dtype if dtype != 'float32' else weight_dtype}"
-    sized = call(shape, weight_shape, stride[0], padding, dilation[0], groups)
-    if 0 in shape or sized.out_height < 1 or sized.out_width < 1:
-        return "empty input or result"
+def _channels(sizes: Sizes) -> str:
+    (outputs, inputs), groups, stride, dilation = sizes.weight_shape[:2], sizes.groups, sizes.stride, sizes.dilation
+    if stride[0] != stride[1] or dilation[0] != dilation[1]:
+        return "stride or dilation differ along the sides"
+    if stride[0] > 1 and dilation[0] > 1:
+        return f"stride {stride[0]} with dilation {dilation[0]}"
+    if groups > 1 and (inputs % OCTET or outputs // groups % OCTET):
+        return f"{inputs} to {outputs // groups} channels a group are no multiples of {OCTET}"
+    return ""
+
+
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    stride, dilation = sizes.stride[0], sizes.dilation[0]
+    sized = call(sizes.shape, sizes.weight_shape, stride, sizes.padding, dilation, sizes.groups)
+    if sized.out_height < 1 or sized.out_width < 1:
+        return "empty output"
     x = sized.batch * sized.height * sized.width * octets(sized.inputs)
     y = sized.batch * sized.out_height * sized.out_width * octets(sized.outputs)
     return "more pixels or channels than 32 bits count" if max(x, y) > MAX_COUNT else ""
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if stride[0] != stride[1] or dilation[0] != dilation[1]:
-        return "stride or dilation differ along the sides"
-    if stride[0] > 1 and dilation[0] > 1:
-        return f"stride {stride[0]} with dilation {dilation[0]}"
-    if groups > 1 and (weight_shape[1] % OCTET or weight_shape[0] // groups % OCTET):
-        return f"{weight_shape[1]} to {weight_shape[0] // groups} channels a group are no multiples of {OCTET}"
-    return ""
+SUPPORTS = Support(channels=_channels, dilates=True, storage=("float32",), limit=_limit)
 
 
 # (batch, inputs, outputs, side, taps, stride) of convolutions in trained networks: VGG-16, ResNet-50, UNet, EDSR.

@@ -12,8 +12,8 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import dispatch, nvrtc, storage
+from advisor.ops.convolution import computed_in
 from advisor.ops.few_channels import cuda, reference, spec
-from advisor.ops.first_conv.api import computed_in
 
 engaged, fell_back = dispatch.counters("few_channels")
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

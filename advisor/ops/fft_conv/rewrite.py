@@ -18,7 +18,7 @@ def _large(node: fx.Node) -> match.Conv2d | str:
         return call
     if max(call.weight_shape[2:]) < spec.TAPS:
         return ""
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     x, result = match.value(call.x), match.value(node)

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.ops import dispatch_table
-from advisor.ops.storage import MIN_ARCH
+from advisor.ops.convolution_support import Sizes, Support, padded_within_taps, whole_channels
 
 TURN = "fft_conv/fft_conv_turn.cu"
 REPAIR = "fft_conv/fft_conv_repair.cu"
@@ -99,60 +99,22 @@ def wins(call: Call, dtype: str) -> str:
 # ---- what is supported
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why this call cannot be taken; empty when it can. `shape` is [N, I, H, W], in any layout."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype != "float32" or weight_dtype != "float32":
-        return f"dtype {dtype if dtype != 'float32' else weight_dtype}"
-    sized = call(shape, weight_shape, padding)
-    if 0 in shape or sized.out_height < 1 or sized.out_width < 1:
-        return "empty input or result"
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    sized = call(sizes.shape, sizes.weight_shape, sizes.padding)
+    if sized.out_height < 1 or sized.out_width < 1:
+        return "empty output"
     planes = max(sized.batch * sized.inputs, sized.batch * sized.outputs, sized.inputs * sized.outputs)
-    if max(sized.frequencies, planes) > TILE * MAX_LINES:
-        return "more frequencies or planes than a grid has"
-    return ""
+    return "more frequencies or planes than a grid has" if max(sized.frequencies, planes) > TILE * MAX_LINES else ""
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that transforms serve, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if groups != 1:
-        return f"{groups} groups"
-    if min(weight_shape[2:]) < TAPS:
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != (1, 1):
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation != (1, 1):
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if padding[0] >= weight_shape[2] or padding[1] >= weight_shape[3]:
-        return f"padding {padding[0]} x {padding[1]}"
-    return ""
+SUPPORTS = Support(
+    channels=whole_channels,
+    taps=lambda rows, columns: min(rows, columns) >= TAPS,
+    strides=(1,),
+    padding=padded_within_taps,
+    storage=("float32",),
+    limit=_limit,
+)
 
 
 # (batch, channels in and out, side, taps).

@@ -20,7 +20,7 @@ def _first(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.channels != spec.IN_CHANNELS:
         return ""  # groups of three
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     x, result = match.value(call.x), match.value(node)

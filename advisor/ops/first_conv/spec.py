@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, occupancy, storage
+from advisor.ops.convolution_support import Sizes, Support, told
 from advisor.ops.dispatch import with_moments
 
 FORWARD = "first_conv/first_conv_forward.cu"
@@ -91,79 +92,44 @@ def moments_win(kernel: int, stride: int, channels: int) -> str:
     return dispatch_table.refusal("first_conv", with_moments(name(kernel, stride, channels)))
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    compute: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can.
+def _channels(sizes: Sizes) -> str:
+    three = sizes.groups == 1 and sizes.weight_shape[1] == IN_CHANNELS
+    return "" if three else f"not {IN_CHANNELS} channels in one group"
 
-    Args:
-        shape, dtype: of the input, [N, 3, H, W].
-        compute: dtype of the result and of what is multiplied: autocast's, or the input's.
-    """
-    if arch < storage.MIN_ARCH:
-        return f"sm_{arch} is older than sm_{storage.MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if compute not in COMPUTE:
-        return f"computed in {compute}"
-    if dtype not in storage.STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in storage.STORAGE:
-        return f"weight dtype {weight_dtype}"
-    n, _, h, w = shape
-    if n == 0 or h == 0 or w == 0:
-        return "empty input"
-    sized = call(shape, weight_shape[0], weight_shape[-1], stride[0], padding, False)
+
+def _padding(sizes: Sizes) -> str:
+    inside = min(sizes.padding) >= 0 and max(sizes.padding) < sizes.weight_shape[-1]
+    return "" if inside else f"{told('padding', sizes.padding)} is as wide as the taps"
+
+
+def _outputs(sizes: Sizes) -> str:
+    outputs = sizes.weight_shape[0]
+    if outputs % CHANNELS:
+        return f"{outputs} output channels are no multiple of {CHANNELS}"
+    return f"{outputs} output channels are more than {MAX_CHANNELS}" if outputs > MAX_CHANNELS else ""
+
+
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    outputs, *_, kernel = sizes.weight_shape
+    sized = call(sizes.shape, outputs, kernel, sizes.stride[0], sizes.padding, False)
     if sized.out_height < 1 or sized.out_width < 1:
         return "empty output"
-    if max(IN_CHANNELS * h * w, sized.channels * sized.out_height * sized.out_width) > MAX_ELEMENTS:
-        return "an image is beyond 32-bit offsets"
-    return ""
+    most = max(IN_CHANNELS * sized.height * sized.width, outputs * sized.out_height * sized.out_width)
+    return "an image is beyond 32-bit offsets" if most > MAX_ELEMENTS else ""
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    channels, inputs, rows, kernel = weight_shape
-    if groups != 1 or inputs != IN_CHANNELS:
-        return f"not {IN_CHANNELS} channels in one group"
-    if rows != kernel:
-        return f"{rows} x {kernel} taps are not square"
-    if kernel not in TAPS:
-        return f"{kernel} x {kernel} taps"
-    if stride[0] != stride[1] or stride[0] not in STRIDES:
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation != (1, 1):
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if min(padding) < 0 or max(padding) >= kernel:
-        return f"padding {padding[0]} x {padding[1]} is as wide as the taps"
-    if channels % CHANNELS:
-        return f"{channels} output channels are no multiple of {CHANNELS}"
-    if channels > MAX_CHANNELS:
-        return f"{channels} output channels are more than {MAX_CHANNELS}"
-    return ""
+SUPPORTS = Support(
+    channels=_channels,
+    square=True,
+    taps=lambda rows, columns: columns in TAPS,
+    strides=STRIDES,
+    padding=_padding,
+    vectors=_outputs,
+    compute=COMPUTE,
+    storage=storage.STORAGE,
+    weight=storage.STORAGE,
+    limit=_limit,
+)
 
 
 def _ceil(a: int, b: int) -> int:

@@ -21,7 +21,7 @@ def _grouped(node: fx.Node) -> match.Conv2d | str:
         return ""
     if call.bias is not None:
         return "has a bias"
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     result = match.value(node)

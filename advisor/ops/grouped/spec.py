@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, occupancy, shared_memory
+from advisor.ops.convolution_support import Sizes, Support, padded_by_one
 from advisor.ops.dispatch import with_moments
 from advisor.ops.grouped import weight, whole, wide
-from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -122,72 +122,30 @@ def moments_win(group: int, stride: int) -> str:
     return leaves_moments(group, stride) or dispatch_table.refusal("grouped", with_moments(name(group, stride)))
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    channels_last: bool,
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in (dtype, "float32"):
-        return f"weight dtype {weight_dtype}"
-    if not channels_last:
-        return "input is not channels_last"
-    n, c, h, w = shape
-    if n == 0 or h == 0 or w == 0:
-        return "empty input"
-    if max(TILES) * 16 * h * w * (c // OCTET) > MAX_OFFSET:
-        return "a block's images are beyond 32-bit offsets"
-    return ""
+def _channels(sizes: Sizes) -> str:
+    c, outputs, inputs = sizes.shape[1], *sizes.weight_shape[:2]
+    if outputs != c:
+        return f"{c} channels in, {outputs} out"
+    if sizes.groups < 1 or c % sizes.groups or inputs != c // sizes.groups:
+        return f"{sizes.groups} groups of {inputs} channels"
+    return "" if inputs in GROUPS else f"{inputs} channels a group"
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    c = shape[1]
-    if weight_shape[0] != c:
-        return f"{c} channels in, {weight_shape[0]} out"
-    if groups < 1 or c % groups or weight_shape[1] != c // groups:
-        return f"{groups} groups of {weight_shape[1]} channels"
-    group = c // groups
-    if group not in GROUPS:
-        return f"{group} channels a group"
-    if weight_shape[2:] != (3, 3):
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride not in ((1, 1), (2, 2)):
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation != (1, 1):
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if padding != (1, 1):
-        return f"padding {padding[0]} x {padding[1]}"
-    if c % OCTET:
-        return f"{c} channels are no multiple of {OCTET}"
-    return ""
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    _, c, h, w = sizes.shape
+    return "a block's images are beyond 32-bit offsets" if max(TILES) * 16 * h * w * (c // OCTET) > MAX_OFFSET else ""
+
+
+SUPPORTS = Support(
+    channels=_channels,
+    taps=lambda rows, columns: rows == columns == 3,
+    strides=(1, 2),
+    padding=padded_by_one,
+    vectors=lambda sizes: (
+        "" if sizes.shape[1] % OCTET == 0 else f"{sizes.shape[1]} channels are no multiple of {OCTET}"
+    ),
+    limit=_limit,
+)
 
 
 # ---- which kernels

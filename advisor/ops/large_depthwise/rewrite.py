@@ -19,7 +19,7 @@ def _large(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.groups != call.channels or max(call.weight_shape[2:]) < spec.TAPS[0]:
         return ""  # another family's
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     result = match.value(node)

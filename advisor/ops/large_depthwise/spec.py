@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, shared_memory
-from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize
+from advisor.ops.convolution_support import Sizes, Support, padded_within_taps
+from advisor.ops.storage import STORAGE, itemsize
 
 CONV = "large_depthwise/large_depthwise.cu"
 BACKWARD_WEIGHT = "large_depthwise/large_depthwise_weight.cu"
@@ -241,63 +242,29 @@ def wins(taps: tuple[int, int], dtype: str) -> str:
 # ---- what is supported
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W], in any layout."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in (dtype, "float32"):
-        return f"weight dtype {weight_dtype}"
-    sized = call(shape, (weight_shape[2], weight_shape[3]), padding)
-    if 0 in shape or sized.out_height < 1 or sized.out_width < 1:
-        return "empty input or result"
+def _channels(sizes: Sizes) -> str:
+    c, outputs, inputs = sizes.shape[1], *sizes.weight_shape[:2]
+    return "" if (sizes.groups, outputs, inputs) == (c, c, 1) else f"{sizes.groups} groups of {c} channels to {outputs}"
+
+
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    sized = call(sizes.shape, (sizes.weight_shape[2], sizes.weight_shape[3]), sizes.padding)
+    if sized.out_height < 1 or sized.out_width < 1:
+        return "empty output"
     if sized.channels > 65535 or sized.batch > 65535:
         return "more images or channels than a grid has"
-    if max(sized.height * sized.width, sized.out_height * sized.out_width) > MAX_VALUES:
-        return "a plane is beyond 32-bit offsets"
-    return ""
+    beyond = max(sized.height * sized.width, sized.out_height * sized.out_width) > MAX_VALUES
+    return "a plane is beyond 32-bit offsets" if beyond else ""
 
 
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that these kernels know, whatever it is run on; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if groups != shape[1] or weight_shape[:2] != (groups, 1):
-        return f"{groups} groups of {shape[1]} channels to {weight_shape[0]}"
-    if not TAPS[0] <= max(weight_shape[2:]) <= TAPS[1]:
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != (1, 1):
-        return f"stride {stride[0]} x {stride[1]}"
-    if dilation != (1, 1):
-        return f"dilation {dilation[0]} x {dilation[1]}"
-    if padding[0] >= weight_shape[2] or padding[1] >= weight_shape[3]:
-        return f"padding {padding[0]} x {padding[1]}"
-    return ""
+SUPPORTS = Support(
+    channels=_channels,
+    taps=lambda rows, columns: TAPS[0] <= max(rows, columns) <= TAPS[1],
+    strides=(1,),
+    padding=padded_within_taps,
+    storage=STORAGE,
+    limit=_limit,
+)
 
 
 # (batch, channels, side, taps) of convolutions in trained networks: RepLKNet-31B's four stages at 224 x 224, its 13 taps in SLaK's and

@@ -8,63 +8,57 @@ alone: what the kernels win is the norm's pass over a tensor, and Inductor's gra
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, convolution, differentiable, dispatch, nvrtc, storage
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
-from advisor.ops.first_conv.api import computed_in
+from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, cast, computed_in, dense_gradients
 from advisor.ops.function import Function
 from advisor.ops.pointwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("pointwise")
 
 
-def unsupported(x: torch.Tensor, weight: torch.Tensor) -> str:
-    """Why the kernel cannot take these tensors; empty when it can."""
-    return convolution.unsupported(spec, x, weight, stride=1, padding=0)
-
-
-def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
-    reason = unsupported(x, weight)
-    if reason:
-        return reason
+def _wins(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> str:
     n, c, h, w = x.shape
-    wins = spec.wins(dtype=storage.name(x.dtype), rows=n * h * w, in_channels=c, out_channels=weight.shape[0])
-    return dispatch.refusal("", wins)
+    return spec.wins(dtype=storage.name(x.dtype), rows=n * h * w, in_channels=c, out_channels=weight.shape[0])
 
 
-class _PointwiseConv2d(Function):
-    replays = True
+def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, _call: object, *, moments: bool) -> tuple[Any, ...]:
+    read = weight.to(x.dtype)
+    return *cuda.forward(x, alignment.aligned(read), moments=moments), read
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, moments: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ctx.set_materialize_grads(False)
-        read = weight.to(x.dtype)
-        Function.keep(ctx, x, weight, read)
-        y, parts = cuda.forward(x, alignment.aligned(read), moments=moments)
-        if parts is not None:
-            ctx.mark_non_differentiable(parts)
-        return y, parts
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        dy, _ = gradients
-        if dy is None:  # nobody used the result
-            return None, None, None
-        x, weight, read = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            read = weight.to(x.dtype)  # of which autograd knows
-        wanted = [*ctx.needs_input_grad[:2], False]
-        dx, dweight, _ = torch.ops.aten.convolution_backward(
-            dy, x, read, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
-        )
-        return dx, None if dweight is None else dweight.to(weight.dtype), None
+def _gradients(
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _bias: None,
+    _call: object,
+    wanted: Sequence[bool],
+    read: torch.Tensor,
+) -> Gradients:
+    dx, dweight = dense_gradients(dy, x, read, wanted)
+    return dx, None if dweight is None else dweight.to(weight.dtype), None
+
+
+_CONVOLUTION = Convolution(
+    name="pointwise_conv2d",
+    family="pointwise",
+    supports=spec.SUPPORTS,
+    geometry=lambda x: Geometry(),
+    call=lambda x, weight, bias: (x.shape[1], weight.shape[0]),
+    wins=_wins,
+    label=lambda call: spec.name(*call),
+    forward=_forward,
+    gradients=_gradients,
+    compiles=False,
+)
 
 
 def pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -78,26 +72,12 @@ def pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor [N, CO, H, W] in x's dtype (autocast's, if that is on).
     """
-    return _pointwise_conv2d(x, weight, moments=False)[0]
+    return _CONVOLUTION(cast(x), weight, None)
 
 
-def pointwise_conv2d_moments(x: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As `pointwise_conv2d`, and the result's moments for a batch norm (ops/moments.py); None where PyTorch's own forward ran."""
-    return _pointwise_conv2d(x, weight, moments=True)
-
-
-def _pointwise_conv2d(
-    x: torch.Tensor, weight: torch.Tensor, *, moments: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    x = x.to(computed_in(x))
-    reason = _refusal(x, weight)
-    if reason:
-        fell_back[reason] += 1
-        return F.conv2d(x, weight.to(x.dtype)), None
-    engaged[spec.name(x.shape[1], weight.shape[0])] += 1
-    found: tuple[torch.Tensor, torch.Tensor | None]
-    found = _PointwiseConv2d.apply(x, weight, moments)
-    return found
+def pointwise_conv2d_moments(x: torch.Tensor, weight: torch.Tensor) -> Made:
+    """As `pointwise_conv2d`, and the result's moments for a batch norm, as Convolution's `with_moments`."""
+    return _CONVOLUTION.with_moments(cast(x), weight, None)
 
 
 class _BatchNormActPointwise(Function):
@@ -154,21 +134,19 @@ class _BatchNormActPointwise(Function):
         twice = differentiable.wanted(given)
         if twice:
             read = conv_weight.to(x.dtype)  # of which autograd knows
-        dconv = None
+        through = dconv = None
         if dz is not None:
             if not twice:
                 dz = alignment.nhwc(dz)
-            wanted = [twice, ctx.needs_input_grad[4], False]
-            through, dconv, _ = torch.ops.aten.convolution_backward(
-                dz, y, read, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, wanted
-            )
+            wanted = twice, ctx.needs_input_grad[4]
+            through, dconv = dense_gradients(dz, y, read, wanted)
             dconv = None if dconv is None else dconv.to(conv_weight.dtype)
         if not twice:
             # The norm's backward needs no y: PyTorch's own pair frees it here, too, before dx is made.
             ctx.maybe_clear_saved_tensors()
             del y
         if twice:
-            above = given if dz is None else through if dy is None else dy + through
+            above = given if through is None else through if dy is None else dy + through
             found = batchnorm_act.differentiable_backward(ctx, above, x, weight, bias, mask)
         elif dz is None:
             dy = alignment.nhwc(given)
@@ -208,7 +186,7 @@ def _convolved(
     y: torch.Tensor, conv_weight: torch.Tensor, *, moments: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The convolution and, if asked for and the kernel is what makes it, its moments; without gradients."""
-    reason = _refusal(y, conv_weight) if moments else "its moments are not asked for"
+    reason = _CONVOLUTION.refusal(y, conv_weight, None) if moments else "its moments are not asked for"
     if reason:
         return F.conv2d(y, conv_weight), None
     engaged[spec.name(y.shape[1], conv_weight.shape[0])] += 1
@@ -272,7 +250,9 @@ def batchnorm_act_pointwise(
     if reason:
         fell_back[reason] += 1
         y, again = batchnorm_act.forked_batchnorm_act(x, residual, *common, moments=moments)
-        z, parts = _pointwise_conv2d(y, conv_weight, moments=leaving)
+        if leaving:
+            return again, *pointwise_conv2d_moments(y, conv_weight)
+        z, parts = pointwise_conv2d(y, conv_weight), None
         return again, z, parts
     engaged[spec.behind_norm(activation, residual is not None, x.shape[1], conv_weight.shape[0])] += 1
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]

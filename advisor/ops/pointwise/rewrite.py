@@ -27,7 +27,7 @@ def _pointwise(node: fx.Node) -> match.Conv2d | str:
         return call
     if call.bias is not None:
         return "has a bias"
-    reason = call.unsupported(spec)
+    reason = call.unsupported(spec.SUPPORTS)
     if reason:
         return reason
     result = match.value(node)
@@ -106,8 +106,7 @@ def _weight(node: fx.Node) -> fx.Node | None:
     call = match.conv2d(node)
     if isinstance(call, str) or call.bias is not None or not isinstance(call.weight, fx.Node):
         return None
-    shape = (1, call.channels, 1, 1)
-    other = spec.other_convolution(shape, call.weight_shape, call.stride, call.padding, call.groups)
+    other = call.unsupported(spec.ONE_TAP)
     return None if other or node.args[:1] != (call.x,) else call.weight
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, shared_memory
 from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.convolution_support import Sizes, Support, no_padding, whole_channels
 from advisor.ops.dispatch import UNMEASURED, with_moments
-from advisor.ops.storage import MIN_ARCH
 
 FORWARD = "pointwise/pointwise_forward.cu"
 NORM_GRADIENT = "pointwise/pointwise_norm_gradient.cu"
@@ -137,80 +137,34 @@ def unsupported_gradient(*, rows: int, dtype: str, channels: int, out_channels: 
     return "more pixels than 32 bits count" if rows > MAX_ROWS else ""
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    channels_last: bool,
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why the kernel cannot take this call; empty when it can. `shape` is [N, CI, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in (dtype, "float32"):
-        return f"weight dtype {weight_dtype}"
-    if not channels_last:
-        return "input is not channels_last"
-    n, _, h, w = shape
-    if n * h * w == 0:
-        return "empty input"
-    if n * h * w > MAX_ROWS:
-        return "more pixels than 32 bits count"
-    return ""
-
-
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that the forward's kernel knows, whatever it is run on; empty when it is one."""
-    reason = other_convolution(shape, weight_shape, stride, padding, groups)
-    if not reason and shape[1] > MAX_IN_CHANNELS:
-        return f"{shape[1]} channels in, more than {MAX_IN_CHANNELS}"
-    return reason
-
-
-def other_convolution(
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    groups: int,
-    taken: tuple[int, int] = (1, 1),
-) -> str:
-    """Why a convolution is no 1 x 1 one of the stride `taken` with whole vectors of channels; empty when it is one."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if groups != 1 or weight_shape[1] != shape[1]:
-        return f"{groups} groups of {weight_shape[1]} channels"
-    if weight_shape[2:] != (1, 1):
-        return f"{weight_shape[2]} x {weight_shape[3]} taps"
-    if stride != taken:
-        return f"stride {stride[0]} x {stride[1]}"
-    if padding != (0, 0):
-        return f"padding {padding[0]} x {padding[1]}"
-    for channels in (shape[1], weight_shape[0]):
+def _vectors(sizes: Sizes) -> str:
+    for channels in (sizes.shape[1], sizes.weight_shape[0]):
         if channels % OCTET or not channels:
             return f"{channels} channels are no multiple of {OCTET}"
     return ""
+
+
+def _inputs(sizes: Sizes) -> str:
+    too_many = f"{sizes.shape[1]} channels in, more than {MAX_IN_CHANNELS}" if sizes.shape[1] > MAX_IN_CHANNELS else ""
+    return _vectors(sizes) or too_many
+
+
+def _limit(sizes: Sizes, _dtype: str, _arch: int) -> str:
+    n, _, h, w = sizes.shape
+    return "more pixels than 32 bits count" if n * h * w > MAX_ROWS else ""
+
+
+# Any 1 x 1 convolution of whole vectors of channels; those whose forward the kernel makes have not too many.
+ONE_TAP = Support(
+    channels=whole_channels,
+    taps=lambda rows, columns: rows == columns == 1,
+    strides=(1,),
+    dilates=True,
+    padding=no_padding,
+    vectors=_vectors,
+    limit=_limit,
+)
+SUPPORTS = replace(ONE_TAP, vectors=_inputs)
 
 
 # ---- what is compiled, and how it is launched

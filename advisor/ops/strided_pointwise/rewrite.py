@@ -12,7 +12,7 @@ from advisor.ops.strided_pointwise import api, spec
 def _strided(node: fx.Node) -> match.Conv2d | str:
     """The convolution that the kernels take, or why it is left alone; "" where it is of another kind."""
     call = match.conv2d(node)
-    if isinstance(call, str) or call.unsupported(spec):
+    if isinstance(call, str) or call.unsupported(spec.SUPPORTS):
         return ""
     if call.bias is not None:
         return "has a bias"

@@ -6,7 +6,7 @@ of stride 1 on the pixels that a kernel has gathered.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,7 +14,6 @@ from advisor.core import architectures
 from advisor.ops import dispatch, dispatch_table, shared_memory
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.pointwise import spec as pointwise
-from advisor.ops.storage import MIN_ARCH
 
 PRODUCT = "strided_pointwise/strided_pointwise.cu"
 GATHER = "strided_pointwise/gather_pixels.cu"
@@ -104,51 +103,7 @@ KIND = "1x1 s2"
 # ---- what is supported
 
 
-def unsupported(
-    *,
-    shape: tuple[int, ...],
-    channels_last: bool,
-    dtype: str,
-    weight_shape: tuple[int, ...],
-    weight_dtype: str,
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-    arch: int,
-) -> str:
-    """Why the kernels cannot take this call; empty when they can. `shape` is [N, I, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    reason = unsupported_convolution(
-        shape=shape, weight_shape=weight_shape, stride=stride, padding=padding, dilation=dilation, groups=groups
-    )
-    if reason:
-        return reason
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if weight_dtype not in (dtype, "float32"):
-        return f"weight dtype {weight_dtype}"
-    if not channels_last:
-        return "input is not channels_last"
-    n, _, h, w = shape
-    if n * h * w == 0:
-        return "empty input"
-    return "more pixels than 32 bits count" if n * h * w > MAX_PIXELS else ""
-
-
-def unsupported_convolution(
-    *,
-    shape: tuple[int, ...],
-    weight_shape: tuple[int, ...],
-    stride: tuple[int, int],
-    padding: tuple[int, int],
-    dilation: tuple[int, int],
-    groups: int,
-) -> str:
-    """Why a convolution is none that the kernels know, whatever it is run on; empty when it is one."""
-    taken = (STRIDE, STRIDE)
-    return pointwise.other_convolution(shape, weight_shape, stride, padding, groups, taken)
+SUPPORTS = replace(pointwise.ONE_TAP, strides=(STRIDE,))
 
 
 # ---- what is compiled, and how it is launched
