@@ -74,8 +74,8 @@ Examples:
     type=click.IntRange(min=3, max=20),
     metavar="N",
     default=20,
-    show_default="20",
-    help="Compare at most N pairs, 3 to 20. Fewer pairs finish sooner, but can only confirm large gains.",
+    show_default=False,  # click would put it in brackets
+    help="Compare at most N pairs, 3 to 20 (default 20). Fewer pairs finish sooner, but can only confirm large gains.",
 )
 @click.option(
     "--plan",

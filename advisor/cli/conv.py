@@ -16,7 +16,7 @@ from advisor.cli.parameters import format_option, run_argument
 @format_option("text", "json", "md")
 @run_argument
 def conv(run: str, *, everything: bool, form: str) -> None:
-    """Show which algorithm runs each convolution of a recorded run. RUN is a run's folder, or `last`.
+    """Show which algorithm runs each convolution of a recorded run. RUN is a run's folder, its name, or `last` (the default).
 
     The forward, the data gradient and the weight gradient of each convolution have a row each. A row shows the algorithm (from the
     kernel's name), tensor cores or not, dtype and layout, the time with conversions, the rate, and the share of this machine's

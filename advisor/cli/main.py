@@ -40,6 +40,18 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "doctor": ("doctor", "doctor", "Check what can be measured here, and how to get the rest."),
 }
 
+# Words that people try in place of a command, and what does it here.
+MEANT = {
+    "explain": "`advisor report last --explain` shows why each finding fired, `advisor rules show ID` explains a rule.",
+    "undo": "Start the script with `python`: it is unedited. `advisor plan show --write` has left the old one as SCRIPT.orig.",
+    "show": "`advisor report last` shows the newest run, `advisor plan show` the plan.",
+    "list": "`advisor runs` lists runs, `advisor rules list` rules, `advisor kernels list` kernels.",
+    "clean": "`advisor runs clean --keep 3` removes all runs here but the newest three.",
+    "optimize": "`advisor apply --auto train.py` tries changes, and keeps what helps.",
+    "search": "`advisor apply --auto train.py` tries changes, and keeps what helps.",
+    "train": "`advisor run train.py` trains with the proved plan.",
+    "diff": "`advisor plan show --diff` prints a plan as a diff of the script, `advisor compare A B` compares two runs.",
+}
 CLOSED_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
 
@@ -68,7 +80,7 @@ class AdvisorGroup(Group):
             if name.endswith(".py"):
                 fix = f"To profile a script: `advisor profile {name}`."
             else:
-                fix = f"Did you mean `advisor {close[0]}`?" if close else "See `advisor --help`."
+                fix = MEANT.get(name) or (f"Did you mean `advisor {close[0]}`?" if close else "See `advisor --help`.")
             raise AdvisorError(f"no command {name!r}", expected="one of " + ", ".join(COMMANDS), fix=fix)
         found = super().resolve_command(ctx, args)
         chosen, command, _ = found

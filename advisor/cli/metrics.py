@@ -11,7 +11,7 @@ import click
 from advisor.cli import layout, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import format_option
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, meant
 from advisor.core.metric_spec import MetricSpec
 from advisor.core.metrics import SPECS
 from advisor.core.units import counted
@@ -46,7 +46,6 @@ def _chosen(pattern: str) -> tuple[MetricSpec, ...]:
     Raises:
         AdvisorError: when there are none, with the nearest name.
     """
-    from advisor.rules.schema import meant
 
     asked = pattern.lower()
     named = tuple(spec for spec in SPECS if asked in spec.name or fnmatchcase(spec.name, asked))

@@ -136,7 +136,7 @@ words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metav
 known_words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
 # A flag, not an option with a value: with a value click would go on reading the module's own options as ours.
 module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module to run, as in `python -m`.")
-run_argument = click.argument("run", metavar="RUN")
+run_argument = click.argument("run", metavar="[RUN]", default="last")
 
 
 def rules_option(function: F) -> F:

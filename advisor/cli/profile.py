@@ -55,24 +55,24 @@ The report goes to stderr; with `--format json` or `md` it goes to stdout after 
     type=click.IntRange(0, MOST_STEPS),
     metavar="N",
     default=10,
-    show_default="10",
-    help="Warm-up steps, not timed.",
+    show_default=False,  # click would put it in brackets; so below
+    help="Warm-up steps, not timed (default 10).",
 )
 @click.option(
     "--steps",
     type=click.IntRange(1, MOST_STEPS),
     metavar="N",
     default=20,
-    show_default="20",
-    help="Steps to time, without a profiler.",
+    show_default=False,
+    help="Steps to time, without a profiler (default 20).",
 )
 @click.option(
     "--detail-steps",
     type=click.IntRange(1, 50),
     metavar="N",
     default=3,
-    show_default="3",
-    help="Steps to trace, 1 to 50.",
+    show_default=False,
+    help="Steps to trace, 1 to 50 (default 3).",
 )
 @click.option(
     "--keep-running",

@@ -37,7 +37,7 @@ def recommend(
 ) -> int:
     """Show what would make a recorded run faster, and by how much. Needs no GPU.
 
-    RUN is a run's folder, or `last`.
+    RUN is a run's folder, its name, or `last` (the default).
 
     \b
     Examples:

@@ -28,7 +28,7 @@ from advisor.core.storage import write_text
 @format_option("text", "json", "md", "html", "perfetto", "sarif")
 @run_argument
 def report(run: str, *, html_file: Path | None, open_it: bool, explain: bool, form: str) -> None:
-    """Show a recorded run again. RUN is a run's folder, or `last`.
+    """Show a recorded run again. RUN is a run's folder, its name, or `last` (the default).
 
     \b
     Examples:

@@ -74,5 +74,7 @@ def scale(
         return 0
     from advisor.reporting import scaling
 
-    output.say(scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole), sys.stdout)
+    output.say(
+        scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole, device=found.device), sys.stdout
+    )
     return 0

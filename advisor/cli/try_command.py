@@ -70,7 +70,10 @@ def try_(
       advisor try --patch idea.patch train.py
     """
     if (change is None) == (patch is None):
-        raise click.UsageError("name one of --change ID and --patch FILE", click.get_current_context())
+        raise click.UsageError(
+            "name --change ID or --patch FILE; `advisor profile` names changes as apply: ID",
+            click.get_current_context(),
+        )
     if not words:
         raise click.UsageError("no script to try it on", click.get_current_context())
     from advisor import pipeline

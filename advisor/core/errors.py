@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from enum import IntEnum
 
 
@@ -40,6 +42,19 @@ class AdvisorError(Exception):
         if self.fix:
             text += f". {self.fix}"
         return text
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """ "Did you mean …?", or nothing when no known word is near."""
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"Did you mean {near[0]!r}?" if near else ""
+
+
+def unknown(what: str, word: str, known: Iterable[str]) -> AdvisorError:
+    """A word that is none of these: `no transform 'amp'; expected one of …`, or with the nearest alone."""
+    words = list(known)
+    fix = meant(word, words)
+    return AdvisorError(f"no {what} {word!r}", expected="" if fix else "one of " + ", ".join(words), fix=fix)
 
 
 def cause(error: Exception) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, unknown
 from advisor.core.findings import Semantics
 from advisor.core.transform_row import TOGETHER, Row, Stage, family, of_cupy
 
@@ -363,7 +363,7 @@ def row(identifier: str) -> Row:
     try:
         return ROWS[identifier]
     except KeyError:
-        raise AdvisorError(f"no transform {identifier!r}", expected="one of " + ", ".join(ROWS)) from None
+        raise unknown("transform", identifier, ROWS) from None
 
 
 def members(identifier: str) -> tuple[Row, ...]:

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleResult:
-    """`links`: what was assumed of them, a line each."""
+    """`links`: what was assumed of them, a line each; `device`: what the run was on, cuda or cpu."""
 
     rows: Sequence[Foretold]
     one_us: float
     links: tuple[str, ...]
+    device: str
 
 
 def scale(
@@ -46,7 +47,7 @@ def scale(
         for where, one in (("inside a host", inside), ("between hosts", outside))
         if where == "inside a host" or max(gpus) > host
     )
-    return ScaleResult(rows=rows, one_us=measured.typical_us, links=told)
+    return ScaleResult(rows=rows, one_us=measured.typical_us, links=told, device=measured.environment.device)
 
 
 def link_of(name: str, ranks: int = 2) -> Link:

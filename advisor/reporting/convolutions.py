@@ -19,6 +19,12 @@ CONV_SCHEMA_VERSION = 1
 SHOWN = 20  # products, unless all are asked for
 NONE = "No convolution was traced in this run."
 
+
+def _tflops(value: float) -> str:
+    """Two digits that say something on a processor too: `412`, `3.1`, `0.042`."""
+    return f"{value:.0f}" if value >= 10 else f"{value:.1f}" if value >= 1 else f"{value:.2g}"
+
+
 _COLUMNS: tuple[tuple[str, Callable[[Product], str]], ...] = (
     ("module", lambda p: p.module or p.layer or "?"),
     ("product", lambda p: p.direction),
@@ -26,7 +32,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Product], str]], ...] = (
     ("units", lambda p: p.units),
     ("dtype", lambda p: " ".join(filter(None, (p.dtype, p.layout.upper())))),
     ("time", lambda p: time_text(p.total_us)),
-    ("TFLOP/s", lambda p: f"{p.tflops:.0f}" if p.tflops >= 10 else f"{p.tflops:.1f}" if p.tflops else "–"),
+    ("TFLOP/s", lambda p: _tflops(p.tflops) if p.tflops else "–"),
     ("of limit", lambda p: "–" if p.of_limit is None else percent_text(p.of_limit)),
 )
 _RIGHT = {"time", "TFLOP/s", "of limit"}

@@ -8,11 +8,21 @@ from advisor.analysis.scaling import Foretold
 from advisor.core.units import percent_text, time_text
 
 
-def text(rows: Sequence[Foretold], *, one_us: float, links: Sequence[str], samples: float | None = None) -> str:
-    """A line a number of GPUs; `samples` of a whole training, whose GPU-hours are told then."""
-    head = f"{'GPUs':>6}  {'step, ms':>15}  {'of it exposed':>13}  {'norms':>6}  {'efficiency':>11}  {'samples/s':>19}"
-    lines = ["Foretold from one GPU", f"  one GPU: {time_text(one_us)} a step", *(f"  {link}" for link in links), ""]
-    lines.append(head + ("  GPU-hours" if samples else ""))
+def text(
+    rows: Sequence[Foretold], *, one_us: float, links: Sequence[str], samples: float | None = None, device: str = "cuda"
+) -> str:
+    """A line a number of GPUs; `samples` of a whole training, whose GPU-hours are told then. Of a run without a GPU it counts processes."""
+    one = "GPU" if device == "cuda" else "process"
+    head = f"{'GPUs' if device == 'cuda' else 'procs':>6}  {'step, ms':>15}  {'of it exposed':>13}  {'norms':>6}  {'efficiency':>11}  {'samples/s':>19}"
+    lines = [
+        f"Foretold from one {one}",
+        f"  one {one}: {time_text(one_us)} a step",
+        *(f"  {link}" for link in links),
+        "",
+    ]
+    if device != "cuda":
+        lines[1:1] = ["  The run was on a CPU: each process has cores of its own, as many. For GPUs, profile on one."]
+    lines.append(head + (f"  {one}-hours" if samples else ""))
     for row in rows:
         low, high = (us / 1e3 for us in row.step_us)
         least, most = (percent_text(share) for share in row.efficiency)

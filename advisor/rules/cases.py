@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, meant
 from advisor.core.findings import Outcome
 from advisor.core.metrics import BY_NAME, MetricTable
 from advisor.core.metrics import Scalar as MetricScalar
@@ -15,7 +15,7 @@ from advisor.rules.catalog import CASES_SUFFIX
 from advisor.rules.conditions import MetricComparison, comparisons, truth
 from advisor.rules.engine import evaluate, outcome
 from advisor.rules.rule import Rule
-from advisor.rules.schema import SCHEMA, Fields, kind_of, meant, metric_value
+from advisor.rules.schema import SCHEMA, Fields, kind_of, metric_value
 from advisor.rules.yaml_nodes import Document, Mapping, Node, RuleError, Scalar, read
 
 # How near the threshold the nearest quiet case must be, relative to it: a case far below proves nothing about the threshold.

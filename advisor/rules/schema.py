@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TypeVar
 
+from advisor.core.errors import meant
 from advisor.core.findings import Semantics
 from advisor.core.metric_spec import MetricSpec
 from advisor.core.metrics import BY_NAME
@@ -40,12 +40,6 @@ _ID = re.compile(r"[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
 _TRANSFORM = re.compile(r"[a-z][a-z0-9]*(?:_[a-z0-9]+)*")
 _PARAMETER = re.compile(r"[a-z][a-z0-9_]*")
 T = TypeVar("T")
-
-
-def meant(word: str, known: Iterable[str]) -> str:
-    """ "Did you mean …?", or nothing when no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else ""
 
 
 class Fields:

@@ -7,12 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 
-from advisor.core.errors import AdvisorError
+from advisor.core.errors import AdvisorError, meant
 from advisor.core.metrics import BY_NAME
 from advisor.rules import units
 from advisor.rules.conditions import OPERATORS, MetricComparison, comparisons, replace
 from advisor.rules.rule import Rule
-from advisor.rules.schema import meant
+
+NAMED = 6  # rules that a line names
 
 
 def apply_overrides(
@@ -49,7 +50,10 @@ def find(rules: Iterable[Rule], identifier: str) -> Rule:
     """
     known = {rule.id: rule for rule in rules}
     if identifier not in known:
+        inside = [rule_id for rule_id in known if identifier and identifier in rule_id]
         fix = meant(identifier, known) or "`advisor rules list` shows them all."
+        if len(inside) > 1:
+            fix = f"Rules with that in their name: {', '.join(inside[:NAMED])}{', …' if len(inside) > NAMED else ''}."
         raise AdvisorError(f"no rule {identifier!r}", fix=fix)
     return known[identifier]
 

@@ -107,7 +107,8 @@ def _plan_files() -> list[Path]:
 
 
 def existing(run: str | Path) -> Path:
-    """The folder of a run that the user names: its path, or `last` for the newest in this directory that holds a measurement.
+    """The folder of a run that the user names: its path, its name in `advisor-runs/` here, or `last` for the newest that holds a
+    measurement.
 
     Raises:
         AdvisorError: when there is none, or it cannot be looked into.
@@ -125,11 +126,18 @@ def existing(run: str | Path) -> Path:
             os.listdir(folder)
             return folder
     except (FileNotFoundError, ValueError):  # ValueError: a zero byte in the name
+        if (named := _listed(str(run))) is not None:
+            return named
         raise AdvisorError(f"no folder {folder}", expected=expected, fix=_meant(folder.name)) from None
     except OSError as error:
         raise AdvisorError(f"{folder} cannot be read ({error.strerror})", expected=expected) from None
     fix = f"Name its folder: {folder.parent}" if os.path.exists(folder.parent / PROFILE_FILE) else ""
     raise AdvisorError(f"{folder} is a file", expected=expected, fix=fix)
+
+
+def _listed(name: str) -> Path | None:
+    """The run here of this name, as `advisor runs` lists it; None where there is none."""
+    return next((folder for folder in here() if folder.name == name), None)
 
 
 def _last() -> Path | None:
@@ -149,7 +157,7 @@ def _meant(name: str) -> str:
     runs = [folder.name for folder in here()]
     begun = [run for run in runs if name and run.startswith(name)]
     near = begun or difflib.get_close_matches(name, runs, n=1)
-    return f"Did you mean {RUNS_DIR}/{near[0]}?" if near else ""
+    return f"Did you mean {RUNS_DIR}/{near[0]}?" if near else "`advisor runs` lists them."
 
 
 def load_profile(run: str | Path) -> tuple[Path, StepProfile]:

@@ -201,6 +201,8 @@ def _memory(step: Step) -> Reading:
 
 def _growth(step: Step) -> Reading:
     if not step.profile.memory.allocations:
+        if step.profile.environment.device == "cpu":
+            return _missing("on a CPU the allocator's requests are counted of a callable, not of a script")
         return _missing("allocator requests were not counted")
     return Reading(value=max(0.0, step.profile.memory.growth_bytes or 0.0))
 

@@ -246,9 +246,7 @@ def whole_blocks(found: Sequence[float], count: int) -> list[float]:
 
 def _interval(gain: Interval) -> str:
     """`0.4 % to 3.1 %`; of one that reaches below twice the step it says that it is of no use."""
-    if gain.low < -1.0:
-        return "too few or too noisy for an interval"
-    return f"{_share(gain.low)} to {_share(gain.high)}"
+    return "too few or too noisy for an interval" if gain.low < -1.0 else f"{_share(gain.low)} to {_share(gain.high)}"
 
 
 def _share(fraction: float) -> str:

@@ -65,7 +65,7 @@ CASES = {
     "no such run": (("report", "nowhere"), 2, "no folder nowhere; expected a run folder, or `last`"),
     "no such run to judge": (("recommend", "nowhere"), 2, "no folder nowhere; expected a run folder, or `last`"),
     "no such run to compare": (("compare", "sound", "nowhere"), 2, "no folder nowhere"),
-    "a run by its name alone": (("report", "train-1"), 2, "no folder train-1; expected a run folder, or `last`. Did you mean advisor-runs/train-1?"),
+    "a run by its name alone, which holds nothing": (("report", "train-1"), 2, "no profile.json in "),
     "a run by half its name": (("recommend", "trai"), 2, "Did you mean advisor-runs/train-1?"),
     "a run without a name": (("report", ""), 2, "an empty name for a run"),
     "a name that is too long": (("report", "x" * 300), 2, "cannot be read (File name too long)"),

@@ -186,4 +186,5 @@ def test_the_last_run_is_one_in_which_something_was_measured(tmp_path: Path, mon
         os.utime(file, (1000 - age, 1000 - age))
         if name == "empty":
             assert runs.load_run("last").run_dir == file.parent  # there is none other
+            assert runs.existing(file.parent.name).samefile(file.parent)  # as `advisor runs` names it
     assert runs.load_run("last").run_dir.name == "measured"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import importlib.machinery
+import importlib.util
+import os
 import re
 import shutil
 import sys
@@ -67,6 +70,12 @@ class ScriptCommand:
             source = _module_file(first)
             if source is not None:
                 _compile(source)
+            elif not _may_be_imported(first.split(".", 1)[0]):
+                raise AdvisorError(
+                    f"no module {first}",
+                    expected=f"a package {first.split('.', 1)[0]} below this folder, or an installed one",
+                    fix="Start from the folder from which `python -m` finds it.",
+                )
             return cls(argv=(sys.executable, "-m", first, *arguments), name=first, arguments=arguments)
         path = Path(first)
         if path.suffix == notebooks.SUFFIX:
@@ -152,6 +161,15 @@ def _module_file(name: str) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+def _may_be_imported(package: str) -> bool:
+    """Whether Python finds this package or module from the working directory. Nothing is imported."""
+    try:
+        found = importlib.util.find_spec(package)
+        return (found or importlib.machinery.PathFinder.find_spec(package, [os.getcwd()])) is not None
+    except (ImportError, ValueError, AttributeError):
+        return True  # Python itself shall say
 
 
 def _is_python(path: Path) -> bool:

@@ -83,7 +83,7 @@ class FakePipeline(types.ModuleType):
         self._record("scale", run, gpus, **kwargs)
         inside, outside = scaling.link("nvlink"), scaling.link("ib400")
         rows = scaling.foretell(samples.resnet50(), gpus, inside=inside, between=outside, host=8)
-        return SimpleNamespace(rows=rows, one_us=116_600.0, links=("inside a host: 3 µs",))
+        return SimpleNamespace(rows=rows, one_us=116_600.0, links=("inside a host: 3 µs",), device="cuda")
 
     def try_patch(self, words, patch, **kwargs):
         self._record("try_patch", words, patch=patch, **kwargs)

@@ -84,7 +84,7 @@ def test_an_error_is_a_document_too(invoke, pipeline):
 
 @pytest.mark.parametrize(
     ("call", "code"),
-    [(("report", "--jsn", "--json"), 2), (("compare", "--json", "a"), 2), (("recommend", "--json"), 2)],
+    [(("report", "--jsn", "--json"), 2), (("compare", "--json", "a"), 2), (("rules", "show", "--json"), 2)],
 )
 def test_wrong_usage_is_a_document_too(invoke, call, code):
     result = invoke(*call)

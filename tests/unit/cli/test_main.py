@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
 import pytest
 
 from advisor import __version__
-from advisor.cli.main import COMMANDS
+from advisor.cli.main import COMMANDS, MEANT
 from advisor.core.errors import AdvisorError, ExitCode
 
 
@@ -43,6 +44,17 @@ def test_unknown_command_suggests(invoke):
     assert result.exit_code == ExitCode.USAGE
     assert "Did you mean `advisor profile`?" in result.stderr
     assert "advisor profile train.py" in invoke("train.py").stderr
+
+
+@pytest.mark.parametrize("word", MEANT)
+def test_what_people_try_in_place_of_a_command_is_answered(invoke, word):
+    """Each answer names commands that there are."""
+    result = invoke(word)
+    assert result.exit_code == 2
+    named = re.findall(r"`advisor (\w+)", result.stderr)
+    assert named
+    assert set(named) <= set(COMMANDS)
+    assert MEANT[word] in result.stderr
 
 
 def test_version_and_help(invoke):

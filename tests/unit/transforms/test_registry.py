@@ -33,6 +33,8 @@ def test_each_says_on_a_cpu_whether_it_applies(identifier: str) -> None:
 
 
 def test_an_unknown_id_is_told() -> None:
+    with pytest.raises(AdvisorError, match=r"no transform 'chanels_last'\. Did you mean 'channels_last'\?"):
+        transform_table.row("chanels_last")
     with pytest.raises(AdvisorError, match="no transform 'amp'"):
         registry.get("amp")
 

@@ -82,6 +82,18 @@ def test_a_missing_script_names_the_nearest(here: Path) -> None:
     assert caught.value.exit_code == 2
 
 
+def test_a_missing_module_is_told_before_anything_runs(here: Path) -> None:
+    """Seen: the machine was measured and a run folder made, then Python's own message, then "exit code 1 is the script's own"."""
+    with pytest.raises(
+        AdvisorError, match=r"no module birds\.train; expected a package birds below this folder"
+    ) as caught:
+        ScriptCommand.parse(["birds.train"], module=True)
+    assert caught.value.exit_code == 2
+    (here / "birds").mkdir()  # without an __init__.py it is a package too
+    assert ScriptCommand.parse(["birds.train"], module=True).name == "birds.train"
+    assert ScriptCommand.parse(["timeit"], module=True).name == "timeit"
+
+
 def test_neither_script_nor_command(here: Path) -> None:
     (here / "train.py").write_text("")
     with pytest.raises(AdvisorError, match="neither a script nor a command"):
