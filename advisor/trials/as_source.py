@@ -252,7 +252,10 @@ SNIPPETS: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
     "cudnn_benchmark": lambda p: ["torch.backends.cudnn.benchmark = True"],
     "fused_optimizer": lambda p: ["optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)  # or yours"],
     "set_to_none": lambda p: ["optimizer.zero_grad()  # without set_to_none=False"],
-    "loader_workers": lambda p: [f"loader = torch.utils.data.DataLoader(data, num_workers={p.get('workers', '4')})"],
+    "loader_workers": lambda p: [
+        f"loader = torch.utils.data.DataLoader(data, num_workers={p.get('workers', '4')})",
+        "# on a CPU too: torch.set_num_threads(the cores that the workers leave)",
+    ],
     "prefetch": lambda p: ["images = images.to(device, non_blocking=True)  # from a DataLoader with pin_memory=True"],
     "channels_last": lambda p: [
         "model = model.to(memory_format=torch.channels_last)",

@@ -132,7 +132,7 @@ def alternating(fault: Fault, style: str) -> str:
             slots[slot] = "if alternate.faulty:\n" + _inside(with_it) + "\nelse:\n" + _inside(without)
     slots["imports"] = "import alternate\n" + slots.get("imports", "")
     if "epoch" in fault.by_turns:
-        slots["epoch"] = "alternate.boundary()\n" + slots["epoch"]
+        slots["epoch"] = "alternate.boundary()\n" + textwrap.dedent(slots["epoch"]).strip("\n")
     else:
         slots["end"] = slots.get("end", "") + "\nalternate.step()"
     return _written(slots, style)
@@ -216,11 +216,19 @@ def _loading(items: int | str, seconds: float, loader: str) -> dict[str, str]:
     }
 
 
+# The cure on a CPU: workers, and threads that leave them their cores.
+_FEWER_THREADS = "on_gpu or torch.set_num_threads(max(1, torch.get_num_threads() - 2))"
+
+
 def _by_epochs(items: int, seconds: float, ill: str) -> dict[str, str]:
     """Slots of one that draws an epoch from this loader and an epoch from one whose workers suffice and stay."""
     return {
         **_loading(items, seconds, f"${{s}}ill, ${{s}}well = {ill}, {_KEPT}"),
-        "epoch": "$loader = ${s}ill if alternate.faulty else ${s}well",
+        "setup": TUNED["setup"] + "\ncores = torch.get_num_threads()",
+        "epoch": """
+            $loader = ${s}ill if alternate.faulty else ${s}well
+            on_gpu or torch.set_num_threads(cores if alternate.faulty else max(1, cores - 2))
+        """,
     }
 
 
@@ -655,7 +663,7 @@ FAULTS: tuple[Fault, ...] = (
         id="no-workers",
         expect=("input-starved", "few-loader-workers", "loader-blocks-cpu-training"),
         slots=_loading(4096, 0.002, "$loader = torch.utils.data.DataLoader(Pictures(), batch)"),
-        cured=_loading(4096, 0.002, f"$loader = {_KEPT}"),
+        cured={**_loading(4096, 0.002, f"$loader = {_KEPT}"), "setup": TUNED["setup"] + "\n" + _FEWER_THREADS},
         by_turns=_by_epochs(512, 0.002, "torch.utils.data.DataLoader(Pictures(), batch)"),
         styles=("flat", "functions"),
     ),
@@ -667,7 +675,7 @@ FAULTS: tuple[Fault, ...] = (
             0.001,
             f"$loader = {_ONE}",
         ),
-        cured=_loading(8192, 0.001, f"$loader = {_KEPT}"),
+        cured={**_loading(8192, 0.001, f"$loader = {_KEPT}"), "setup": TUNED["setup"] + "\n" + _FEWER_THREADS},
         by_turns=_by_epochs(1024, 0.001, _ONE),
         machines=("gpu",),
         styles=("trainer",),
@@ -724,7 +732,7 @@ FAULTS: tuple[Fault, ...] = (
             0.002,
             f"$loader = {_EIGHT}",
         ),
-        cured=_loading(2048, 0.002, f"$loader = {_KEPT}"),
+        cured={**_loading(2048, 0.002, f"$loader = {_KEPT}"), "setup": TUNED["setup"] + "\n" + _FEWER_THREADS},
         by_turns=_by_epochs(512, 0.002, _EIGHT),
         machines=("cpu",),
         styles=("functions",),

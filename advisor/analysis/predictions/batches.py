@@ -49,9 +49,10 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     cores = machine.cpu_count or stats.workers + 1
     if not view.on_gpu:
         # What others use is theirs: of the rest the script has this share.
-        used = core_use(view.profile, "cpu_util_frac") or 0.0
-        used = min(1.0, used / max(1.0 - (core_use(view.profile, "cpu_others_frac") or 0.0), 1e-9))
-        return _beside_training(step, stats, parameters, cores, used)
+        others = core_use(view.profile, "cpu_others_frac") or 0.0
+        used = min(1.0, (core_use(view.profile, "cpu_util_frac") or 0.0) / max(1.0 - others, 1e-9))
+        threads = view.profile.model.cpu_threads or cores
+        return _beside_training(step, stats, parameters, cores, used, others, threads)
     wanted = parameters.get("workers", "")
     most = (
         int(wanted) if wanted.isdigit() and int(wanted) > 0 else max(1, cores // max(1, view.profile.model.world_size))
@@ -75,23 +76,43 @@ def loader_workers(view: View, step: Step, parameters: Mapping[str, str]) -> Cha
     )
 
 
-def _beside_training(step: Step, stats: InputStats, parameters: Mapping[str, str], cores: int, used: float) -> Change:
-    """Workers on the cores of the training itself, which are at work for `used` of the time."""
+def _beside_training(
+    step: Step,
+    stats: InputStats,
+    parameters: Mapping[str, str],
+    cores: int,
+    used: float,
+    others: float,
+    threads: int,
+) -> Change:
+    """Workers on the cores of the training itself; its threads then leave them those cores.
+
+    `others` have that share of the cores' time, and of the rest these are at work for `used`.
+    """
     wanted = parameters.get("workers", "")
     workers = max(1, min(int(wanted) if wanted.isdigit() else cores, cores))
-    # All cores share all work evenly at best; one batch is one worker's, and the training's own part is not shortened.
+    left = min(threads, max(1, cores - workers))
+    made, computed = step.data_us, step.step_us - step.data_us
+
+    def saved(work_us: float) -> float:
+        """At best, where all cores share so much work evenly; one batch is one worker's, and the training's own part is not shortened."""
+        return max(0.0, step.step_us - max(work_us, made / workers, computed)) if stats.workers < cores else 0.0
+
     work = max(used, 1 / cores) * step.step_us
-    ideal = max(work, step.data_us / workers, step.step_us - step.data_us)
-    best = max(0.0, step.step_us - ideal) if stats.workers < cores else 0.0
+    # Threads that wait for each other or for the next operator look busy: they do no more than one of them loads and those left compute.
+    best = saved(min(work, (made + left * computed) / max(cores * (1 - others), 1e-9)))
     crossing = 2 * stats.batch_bytes / CROSSING_BYTES_PER_US + CROSSING_US
     # A batch that takes hardly longer to make than to hand over from process to process may lose.
-    worst = WORKERS_WORST * best if step.data_us > DEARER * crossing else 0.0
+    worst = WORKERS_WORST * saved(work) if made > DEARER * crossing else 0.0
+    # So may a training that is mostly its own operators, with fewer threads.
+    slower = step.step_us - max(made / workers, computed * threads / left)
+    threads_told = f", with {left} threads of {threads} left to it" if left < threads else ""
     return Change(
-        worst=Saving(data_us=worst),
+        worst=Saving(data_us=min(worst, slower)),
         best=Saving(data_us=best),
         basis=(
-            f"{time_text(step.data_us)} a step wait for the loader; {cores * max(0.0, 1 - used):.1f} of {cores} cores are free for "
-            f"it, and handing a batch over takes {time_text(crossing)}"
+            f"{time_text(made)} a step wait for the loader; {cores * max(0.0, 1 - used):.1f} of {cores} cores are free for "
+            f"it{threads_told}, and handing a batch over takes {time_text(crossing)}"
         ),
     )
 

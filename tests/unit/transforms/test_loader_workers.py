@@ -142,6 +142,35 @@ def test_effect_reads_the_profiles(loop, profile) -> None:
     assert LoaderWorkers().effect(loop.training, two, two).passed is False
 
 
+@pytest.mark.parametrize(("cores", "left"), [(8, 6), (3, 1), (2, 1)])
+def test_on_a_cpu_threads_give_up_the_cores_that_workers_take_until_it_is_undone(
+    loop, monkeypatch, cores, left
+) -> None:
+    threads = [8]
+    monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    undo = LoaderWorkers().apply(loop.training, TWO)
+    assert threads == [8]  # nothing was iterated yet
+    batches(make_loader())
+    assert threads == [8, left]
+    batches(make_loader())
+    undo.run()
+    assert threads == [8, left, 8]
+
+
+def test_threads_that_the_script_sets_in_between_stay(loop, monkeypatch) -> None:
+    threads = [8]
+    monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    undo = LoaderWorkers().apply(loop.training, TWO)
+    batches(make_loader())
+    threads.append(3)
+    undo.run()
+    assert threads == [8, 6, 3]
+
+
 def test_default_workers_leave_a_core_and_share_a_node(monkeypatch) -> None:
     monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: set(range(64)))
     assert loader_workers.workers_wanted({}) == 8
