@@ -168,6 +168,8 @@ class Plain:
     made no number, so that whoever reads it is found.
     """
 
+    timed = False  # it is not for speed
+
     def build(self, program: Program, module: Any, segments: list[tuple[int, int]]) -> Arena:
         """An arena whose arrays are there. What the calls change of the loop's own is put back."""
         arena = Arena(program, module)

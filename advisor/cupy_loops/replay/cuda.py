@@ -23,6 +23,8 @@ MOST_MEMORY = 0.2  # of what is free, for the arrays of one arena: there are two
 class Graphs:
     """The backend on a GPU."""
 
+    timed = True
+
     def __init__(self, module: Any) -> None:
         if not hasattr(module, "cuda") or not module.cuda.is_available():
             raise Unfit("CUDA graphs need a CUDA GPU")

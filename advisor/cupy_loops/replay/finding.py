@@ -10,11 +10,13 @@ from typing import Any
 from advisor.cupy_loops.period import Anchor, find_anchor
 from advisor.cupy_loops.replay import augmented
 from advisor.cupy_loops.replay.calls import CupyCall
+from advisor.cupy_loops.replay.worth import Worth
 from advisor.cupy_loops.watch import BATCHES, FIRST_LOOK, LOOK_AGAIN
 from advisor.loop.sources import Lines
 
 MOST_CALLS = 200_000  # without a period
 SETTLING = 3  # steps that pass between the period and the recording: state that comes with the first steps is there
+TIMED = 8  # of them before the first recording, which are timed
 MOST_FAILED = 8  # recordings that were no two steps in a row
 
 
@@ -25,8 +27,8 @@ class Finder:
         given_up: why there will be none; "" while there may.
     """
 
-    def __init__(self, array: Any) -> None:
-        self.array = array
+    def __init__(self, array: Any, worth: Worth) -> None:
+        self.array, self.worth = array, worth
         self.given_up = ""
         self.anchor: Anchor | None = None
         self.failed = 0
@@ -35,6 +37,7 @@ class Finder:
         self._next_look = FIRST_LOOK
         self._count = self._settled = 0
         self._steps: list[list[CupyCall]] = []
+        self._timed = False  # plain steps are
 
     def anew(self) -> None:
         """Record two steps again, of the same period."""
@@ -54,6 +57,7 @@ class Finder:
         self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Make one call: (False, its result). (True, None): it is not made, two steps are recorded and it begins the third."""
+        started = self.worth.now()
         line = self._lines.users(sys._getframe(3))
         if self.anchor is None:
             self._look_for_period(name, line)
@@ -61,6 +65,7 @@ class Finder:
             self._pass(name, line)
         if self._steps:
             return self._record(name, plain, args, kwargs, line)
+        self.worth.seeing_s += self.worth.now() - started
         return False, plain(*args, **kwargs)
 
     def _look_for_period(self, name: str, line: str) -> None:
@@ -82,8 +87,12 @@ class Finder:
         if self._count >= anchor.count:
             self._count = 0
             self._settled += 1
-            if self._settled > SETTLING:
-                self._steps = [[]]
+            settling = SETTLING if self.failed or self._timed else TIMED
+            last = self._settled > settling
+            if not self._timed:
+                self.worth.plain(self._settled == 1, last)
+            if last:
+                self._steps, self._timed = [[]], True
 
     def _record(
         self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], line: str

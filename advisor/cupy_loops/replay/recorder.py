@@ -24,6 +24,7 @@ from advisor.cupy_loops.replay.finding import Finder
 from advisor.cupy_loops.replay.incoming import Incoming
 from advisor.cupy_loops.replay.making import make
 from advisor.cupy_loops.replay.understand import understand
+from advisor.cupy_loops.replay.worth import Worth
 from advisor.loop.patches import Patches
 
 ATTEMPTS = 8  # programs made, before the loop is left alone
@@ -46,7 +47,8 @@ class Recorder:
         self.module, self.patches = module, patches
         self.array = module.ndarray
         self.backend: Any = None
-        self.finder = Finder(self.array)
+        self.worth = Worth(module)
+        self.finder = Finder(self.array, self.worth)
         self.phase, self.why = FIND, ""
         self.refused: list[str] = []  # calls that a graph cannot hold, and why
         self.replayed = self.broken = self.programs = 0
@@ -134,6 +136,7 @@ class Recorder:
         program.link()
         self._arenas, self.segments, self.unfused = made.arenas, made.segments, made.unfused
         self.refused += made.refused
+        self.worth.recorded()
         self.program, self.phase = program, REPLAY
         self._turn = self.cursor = self.launched = self._since = 0
 
@@ -315,6 +318,9 @@ class Recorder:
         self._in_a_row = 0
         if self._since > STEADY:
             self.programs = 0
+        if self.backend.timed and (why := self.worth.replayed()):
+            self.leave(why)
+            return
         if self._missed:
             self._anew()
             if self.programs >= ATTEMPTS:
@@ -351,6 +357,7 @@ class Recorder:
 
     def _note_broken(self, why: str) -> None:
         self.broken += 1
+        self.worth.broken()
         self.why = why
         self._in_a_row += 1
         if self._in_a_row >= LEARN_AGAIN:  # the loop has changed: another epoch's arrays, a number that varies

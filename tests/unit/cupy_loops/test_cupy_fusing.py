@@ -172,10 +172,10 @@ def test_any_order_of_calls_views_and_changes_in_place(seed: int, backend: Calla
                 old += cp.maximum(cp.minimum(new, 1.0), -1.0)
         return [np.array(value) for value in kept]
 
-    plain = loop(stub_cupy.module(), 40)
+    plain = loop(stub_cupy.module(), 48)
     cp, patches, change = stub_cupy.module(), Patches(), Graphs(backend)
     change.apply(cp, patches)
-    found = loop(cp, 40)
+    found = loop(cp, 48)
     patches.restore_all()
     assert change.recorder is not None
     assert not change.recorder.unfused
