@@ -186,6 +186,16 @@ def _padded(x: Any, ph: int, pw: int, value: float = 0) -> Any:
     return _module(x).pad(x, ((0, 0), (0, 0), (ph, ph), (pw, pw)), mode="constant", constant_values=value)
 
 
+def convolution_windows(x: Any, size: Pair, stride: Pair = 1, padding: Pair = 0) -> Any:
+    """What each place of a convolution or a pooling sees: (N, C, KH, KW, OH, OW), of x's own memory where nothing is padded.
+
+    Raises:
+        ValueError: where x is smaller than a window.
+    """
+    (kh, kw), (sh, sw), (ph, pw) = _pair(size), _pair(stride), _pair(padding)
+    return _windows(_padded(x, ph, pw), kh, kw, sh, sw)
+
+
 def _windows(x: Any, kh: int, kw: int, sh: int, sw: int) -> Any:
     """(N, C, KH, KW, OH, OW), of x's own memory."""
     n, c, height, width = x.shape

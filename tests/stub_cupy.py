@@ -18,6 +18,16 @@ class ElementwiseKernel:
         return self.operation(*args)
 
 
+class RawKernel:
+    """A kernel's source, and a Python function that does what it says on NumPy's arrays."""
+
+    def __init__(self, code: str, name: str, operation: Any) -> None:
+        self.code, self.name, self.operation = code, name, operation
+
+    def __call__(self, grid: Any, block: Any, args: Any) -> None:
+        self.operation(*args)
+
+
 def module() -> types.ModuleType:
     """A fresh one, so that what a test leaves in it is nobody else's."""
     made = types.ModuleType("cupy")
@@ -90,6 +100,6 @@ def module() -> types.ModuleType:
         permutation=function("permutation", np.random.permutation),
     )
     made.asnumpy = lambda a: np.array(a).view(np.ndarray)
-    made.ndarray, made.ufunc, made.ElementwiseKernel = own, np.ufunc, ElementwiseKernel
+    made.ndarray, made.ufunc, made.ElementwiseKernel, made.RawKernel = own, np.ufunc, ElementwiseKernel, RawKernel
     made.float32, made.float64, made.newaxis = np.float32, np.float64, None
     return made

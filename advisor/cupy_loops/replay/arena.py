@@ -23,6 +23,7 @@ from advisor.cupy_loops.replay.calls import (
     arrays_of,
 )
 from advisor.cupy_loops.replay.memory import one_memory
+from advisor.cupy_loops.replay.naive import Meaning
 
 
 class Arena:
@@ -196,6 +197,14 @@ class Plain:
             target[mask] = getattr(target[mask], name)(number) if name else number
 
         return change
+
+    def operation(self, found: Meaning) -> Callable[..., Any] | None:
+        """What computes this."""
+        return found.operation
+
+    def faster(self, first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+        """Nobody times it."""
+        return True
 
     def _kernels(self, arena: Arena, step: Step) -> None:
         for cluster in reversed(step.clusters):  # in which order is nobody's business

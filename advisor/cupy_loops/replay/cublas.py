@@ -41,7 +41,7 @@ class Products:
         return self.tensordot(a, b, (a.ndim - 1, max(0, b.ndim - 2)))
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """As `cupy.matmul`; batches one by one."""
+        """As `cupy.matmul`."""
         self._refuse(out)
         if a.ndim <= 2 and b.ndim <= 2:
             return self.dot(a, b)
@@ -51,10 +51,23 @@ class Products:
             raise CublasUnavailable("a product of batches that are broadcast")
         shape = (*a.shape[:-1], b.shape[-1])
         result = self.module.empty((_size(a.shape[:-2]), *shape[-2:]), dtype=self._dtype(a, b))
-        left, right = a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:])
-        for i in range(len(result)):
-            self._gemm(left[i], right[i], result[i])
+        self.batched(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), result)
         return result.reshape(shape)
+
+    def batched(self, a: Any, b: Any, out: Any) -> None:
+        """out[i] = a[i] b[i], of (batch, rows, columns); an `a` of two dimensions is the same for all."""
+        a, b = (self.module.ascontiguousarray(value, dtype=out.dtype) for value in (a, b))
+        m, k, n, batch = a.shape[-2], a.shape[-1], b.shape[-1], len(out)
+        kind, compute, scalar = self._ready(out.dtype)
+        one, zero = scalar(1.0), scalar(0.0)
+        of_a, of_b, of_out = (ctypes.c_void_p(int(x.data.ptr)) for x in (a, b, out))
+        steps = [ctypes.c_longlong(step) for step in (k * n, m * k if a.ndim == 3 else 0, m * n)]
+        self._check(
+            self._library.cublasGemmStridedBatchedEx(
+                self._handle, 0, 0, n, m, k, ctypes.byref(one), of_b, kind, n, steps[0],
+                of_a, kind, k, steps[1], ctypes.byref(zero), of_out, kind, n, steps[2], batch, compute, -1,
+            )
+        )  # fmt: skip
 
     def rmatmul(self, b: Any, a: Any) -> Any:
         """`b.__rmatmul__(a)`."""
@@ -94,22 +107,26 @@ class Products:
         """out = a b, of matrices. Row by row that is, column by column, the product of the transposed ones the other way round."""
         (a, turn_a, lead_a), (b, turn_b, lead_b) = self._laid(a, out.dtype), self._laid(b, out.dtype)
         (m, k), n = a.shape, b.shape[1]
-        kind, compute, scalar = _TYPES[str(out.dtype)]
-        if kind == 0 and tf32(self.module):
-            compute = _FAST_TF32
-        stream = self.module.cuda.get_current_stream()
-        library, handle = self._library, self._handle
-        self._check(library.cublasSetStream_v2(handle, ctypes.c_void_p(stream.ptr)))
-        workspace = ctypes.c_void_p(int(self._workspace.data.ptr))
-        self._check(library.cublasSetWorkspace_v2(handle, workspace, ctypes.c_size_t(WORKSPACE)))
+        kind, compute, scalar = self._ready(out.dtype)
         one, zero = scalar(1.0), scalar(0.0)
         pointers = [ctypes.c_void_p(int(x.data.ptr)) for x in (b, a, out)]
         self._check(
-            library.cublasGemmEx(
-                handle, int(turn_b), int(turn_a), n, m, k, ctypes.byref(one), pointers[0], kind, lead_b,
+            self._library.cublasGemmEx(
+                self._handle, int(turn_b), int(turn_a), n, m, k, ctypes.byref(one), pointers[0], kind, lead_b,
                 pointers[1], kind, lead_a, ctypes.byref(zero), pointers[2], kind, n, compute, -1,
             )
         )  # fmt: skip
+
+    def _ready(self, dtype: Any) -> tuple[int, int, Any]:
+        """The handle is set for the current stream; cuBLAS's type of these numbers, what it computes in, and the type of a factor."""
+        kind, compute, scalar = _TYPES[str(dtype)]
+        if kind == 0 and tf32(self.module):
+            compute = _FAST_TF32
+        stream = self.module.cuda.get_current_stream()
+        self._check(self._library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream.ptr)))
+        workspace = ctypes.c_void_p(int(self._workspace.data.ptr))
+        self._check(self._library.cublasSetWorkspace_v2(self._handle, workspace, ctypes.c_size_t(WORKSPACE)))
+        return kind, compute, scalar
 
     def _laid(self, matrix: Any, dtype: Any) -> tuple[Any, bool, int]:
         """The matrix of this type, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""

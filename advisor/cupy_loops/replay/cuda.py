@@ -7,6 +7,7 @@ from typing import Any
 
 from advisor.core.errors import first_line
 from advisor.core.units import bytes_text
+from advisor.cupy import convolution_windows
 from advisor.cupy_loops.changes.base import Unfit
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.calls import CannotFuse, NotAStep, Program
@@ -14,9 +15,11 @@ from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
 from advisor.cupy_loops.replay.fused import Kernels
 from advisor.cupy_loops.replay.joined import Joined
 from advisor.cupy_loops.replay.memory import samples
+from advisor.cupy_loops.replay.naive import Meaning
 from advisor.cupy_loops.replay.sums import Sums
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be taken from the driver meanwhile
+TIMED = 7  # of each of two ways to compute the same
 MOST_MEMORY = 0.2  # of what is free, for the arrays of one arena: there are two, and copies while a graph is judged
 
 
@@ -87,6 +90,43 @@ class Graphs:
             kernel = self.module.ElementwiseKernel("bool m, T s", "T y", f"if (m) y = {sign} s", "advisor_masked")
             self._masked[name] = lambda target, mask, number: _nothing(kernel(mask, number, target))
         return self._masked[name]
+
+    def operation(self, found: Meaning) -> Callable[..., Any] | None:
+        """What computes this in a graph."""
+        module, products = self.module, self.products
+
+        def product(x: Any, y: Any) -> Any:
+            return products.dot(x.T if found.numbers[0] else x, y.T if found.numbers[1] else y)
+
+        def convolution(x: Any, w: Any) -> Any:
+            stride, padding, turned = found.numbers
+            columns = module.ascontiguousarray(convolution_windows(x, w.shape[2:], stride, padding))
+            n, *_, height, width = columns.shape
+            result = module.empty((n, len(w), height, width), dtype=x.dtype)
+            taps = (w[:, :, ::-1, ::-1] if turned else w).reshape(len(w), -1)
+            products.batched(taps, columns.reshape(n, taps.shape[1], -1), result.reshape(n, len(w), -1))
+            return result
+
+        def largest(x: Any) -> Any:
+            size, stride = found.numbers
+            return convolution_windows(x, (size, size), stride, 0).max(axis=(2, 3))
+
+        known: dict[str, Callable[..., Any]] = {"product": product, "convolution": convolution, "largest": largest}
+        return known.get(found.kind)
+
+    def faster(self, first: Callable[[], Any], second: Callable[[], Any]) -> bool:
+        """Whether the device does the first in less time: the best of a few, each behind the other."""
+        events = self.module.cuda.Event
+        best = [float("inf"), float("inf")]
+        for number, call in [(0, first), (1, second)] * TIMED:
+            begins, ends = events(), events()
+            self.module.cuda.runtime.deviceSynchronize()
+            begins.record()
+            call()
+            ends.record()
+            ends.synchronize()
+            best[number] = min(best[number], self.module.cuda.get_elapsed_time(begins, ends))
+        return best[0] < best[1]
 
     def _compile(self, program: Program) -> None:
         steps = [step for plan in program.plans.values() for step in plan]

@@ -47,7 +47,11 @@ def make(program: Program, module: Any, backend: Any, unfused: str) -> Made:
             entry = program.entries[error.number]
             if entry.how != "run":
                 raise
-            entry.how, entry.run, entry.takes = "made", None, None
+            if (
+                not entry.name.startswith("RawKernel:") or entry.run is None
+            ):  # the script's own kernel may do where ours does not
+                entry.how = "made"
+            entry.run, entry.takes = None, None
             refused.append(str(error))
             continue
         program.forget(arenas[0].at)

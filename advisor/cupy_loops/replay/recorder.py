@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from advisor.core.errors import first_line
-from advisor.cupy_loops.replay import augmented, checked, quick
+from advisor.cupy_loops.replay import augmented, checked, naive, quick
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.beside import loaded_beside, used_by_script
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
@@ -51,6 +51,7 @@ class Recorder:
         self.finder = Finder(self.array, self.worth)
         self.phase, self.why = FIND, ""
         self.refused: list[str] = []  # calls that a graph cannot hold, and why
+        self.naive: list[str] = []  # kernels of the script's that others stand for, and what they compute
         self.replayed = self.broken = self.programs = 0
         self.inside = False
         self.wrong = ""  # how a graph has given other values than its calls; the loop is left alone behind this step
@@ -121,6 +122,9 @@ class Recorder:
             self.backend = self.backend or self._make_backend()
             program = understand(steps[0], steps[1], self.array, self._varying)
             augmented.fold(program, steps[1], self.backend.masked)
+            self.naive += [
+                told for told in naive.replace(program, steps[1], self.module, self.backend) if told not in self.naive
+            ]
             program.hand_out(self._kept_by_script)
             program.alive = self._alive
             steps.clear()

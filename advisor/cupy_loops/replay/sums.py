@@ -172,7 +172,7 @@ class Sums:
         for number, launch in enumerate(steps):
             last = number == len(steps) - 1
             made = self._module.empty((launch.parts, seen[1]), dtype=x.dtype)
-            given = mean if mean is not None and number == 0 else 0
+            given = mean if mean is not None and number == 0 else np.uint64(0)  # no address
             sizes = [np.int32(size) for size in launch.sizes]
             scale = x.dtype.type(by if last else 1)
             self._kernels[f"{launch.kernel}_{letter}"](launch.grid, (256,), (x, given, made, *sizes, scale))
