@@ -25,8 +25,9 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("letter", ["f", "d"])
-@pytest.mark.parametrize(("shape", "axes"), SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "axes", "letter"), [(*case, "d") for case in SHAPES] + [(*case, "f") for case in SHAPES[:3]]
+)
 def test_sums_means_and_variances(emulated: Any, shape: tuple[int, ...], axes: tuple[int, ...], letter: str) -> None:
     dtype = torch.float32 if letter == "f" else torch.float64
     numbers = torch.from_numpy(np.random.default_rng(0).normal(size=shape)).to(dtype)

@@ -40,7 +40,7 @@ def test_a_loop_that_gains_nothing_is_left(replayed_s: float, phase: str) -> Non
         clock[0] += replayed_s
         ended()
 
-    recorder.end = end  # type: ignore[method-assign]
+    recorder.end = end
     cp.tanh = normal()
     found = test_cupy_replay.numbers(test_cupy_replay.rebinding(cp, 120))
     patches.restore_all()
