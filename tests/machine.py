@@ -7,6 +7,7 @@ what it found, nor keep it for the next one.
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from advisor.core import storage
+from advisor.core.cache import cache_dir
 from advisor.profiling.machine import environment
 
 COPY_GBPS, MATRIX_TFLOPS = 10.0, {"fp32": 0.1, "bf16": 0.4}
@@ -31,6 +33,15 @@ def cache_folder() -> Path:
     if facts.st_uid != os.getuid() or facts.st_mode & 0o077 or folder.is_symlink():
         return Path(tempfile.mkdtemp(prefix="advisor-tests-"))
     return folder
+
+
+def own_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
+    """A cache folder of the test's own, in which this machine is known too."""
+    known = list(cache_dir().glob("environment-*.json"))
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    for path in known:
+        shutil.copy2(path, cache_dir())
 
 
 def plant() -> None:

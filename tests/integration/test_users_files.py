@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import machine
 import pytest
 
 from advisor.userfiles import journal, owners
@@ -194,7 +195,7 @@ def test_ctrl_c_puts_them_back_and_so_does_a_kill_at_the_next_start(
     work: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a run folder that no later command in this directory would look for."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(work.parent / "cache"))
+    machine.own_cache(monkeypatch, work.parent / "cache")
     script(work, "write(0)\nprint(os.getpid(), flush=True)\nimport time; time.sleep(600)", trains=False)
     before = state(work)
     for number, out in ((signal.SIGINT, "../interrupted"), (signal.SIGTERM, "../ended"), (signal.SIGKILL, "../killed")):
