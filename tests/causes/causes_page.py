@@ -196,6 +196,7 @@ def read(training: Training, run: Path) -> dict[str, Any]:
     return {
         "rank": rank(training.expect, cards),
         "cards": cards[:SHOWN],
+        "disturbed": any(set(card["rules"]) & set(OF_THE_MACHINE) for card in cards),
         "step_us": round(step["median"], 1) if step else None,
         "expected": next((card for card in cards if set(card["rules"]) & set(training.expect)), None),
     }
@@ -406,7 +407,7 @@ def judgement(training: dict[str, Any]) -> str:
         return NOT_JUDGED
     if card is None:
         return NO_PROMISE
-    if any(card["rules"][0] in OF_THE_MACHINE for card in training["cards"]):
+    if training.get("disturbed"):
         return NOT_JUDGED
     if not card["transform"]:
         return FALSE

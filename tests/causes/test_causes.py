@@ -102,7 +102,7 @@ SOUND: dict[str, tuple[dict[str, object], str]] = {
     "without-a-number": (_promised(None, [0.1, 0.2, 0.3]), causes_page.FALSE),
     "nothing": (_promised([0.0, 0.004], None), causes_page.NO_PROMISE),
     "asks": ({"cards": [_card("a-rule", low=0.02)]}, causes_page.FALSE),
-    "busy": ({"cards": [_card("cores-taken-by-others", low=0.2)]}, causes_page.NOT_JUDGED),
+    "busy": ({**_promised([0.0, 0.3], [0.3, 0.4, 0.5]), "disturbed": True}, causes_page.NOT_JUDGED),
     "failed": ({"error": "exit code 1"}, causes_page.NOT_JUDGED),
 }
 
