@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from advisor.core.units import counted
 from advisor.cupy_loops.changes.base import Change
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.replay.recorder import Recorder
@@ -42,7 +43,14 @@ class Graphs(Change):
 
     def effect(self) -> str:
         found = self.recorder
-        return f"{found.replayed} of the last steps replayed" if found is not None and found.replayed else ""
+        if found is None or not found.replayed:
+            return ""
+        told = [f"{found.replayed} of the last steps replayed"]
+        if found.program is not None:
+            kernels = [step.kernels for plan in found.program.plans.values() for step in plan if step.kernels]
+            calls = sum(len(cluster.elements) for clusters in kernels for cluster in clusters)
+            told += [f"{calls} elementwise calls as {counted(len(kernels), 'kernel')}"] if kernels else []
+        return ", ".join(told + [f"{name} replaced" for name in found.naive])
 
 
 def _looked_at(recorder: Recorder, plain: Any) -> Any:
