@@ -23,6 +23,7 @@ _BINARY = {"add": "add", "sub": "subtract", "mul": "multiply", "truediv": "true_
 _MAKING = frozenset({"mean", "var", "std", "sum", "dot", "__matmul__", "__rmatmul__", "__truediv__", "__rtruediv__"})
 _OPERATORS = {f"__{r}{name}__": (ufunc, bool(r)) for name, ufunc in _BINARY.items() for r in ("", "r")}
 _UFUNCS = {name: (name, False) for name in (*_BINARY.values(), "divide", "maximum", "minimum")}
+_OF_DEFAULT_TYPE = frozenset({"empty", "zeros", "ones"})  # of a shape: fp64 is what they give unasked
 # What takes or gives no numbers, and what must not be told otherwise.
 _LEFT_ALONE = frozenset({*LOOKS, "astype", "view", "__setitem__", "copy", "asnumpy", "copyto", "load", "save", "fft"})
 
@@ -47,6 +48,9 @@ class Single(Change):
     def _called(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "dtype" in kwargs or any(_names_a_type(value) for value in args):
             return plain(*args, **kwargs)
+        if name in _OF_DEFAULT_TYPE and len(args) == 1:
+            self.made += 1
+            return plain(*args, dtype=SINGLE, **kwargs)
         double, whole, single, weak = self._look(args)
         if double:
             return plain(*args, **kwargs)

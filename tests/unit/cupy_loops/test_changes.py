@@ -49,10 +49,12 @@ def test_fp64_by_name_stays() -> None:
     asked = cp.zeros(3, dtype=np.float64)
     assert asked.dtype == np.float64
     assert cp.array([1.0], np.float64).dtype == np.float64
+    assert cp.zeros(3, "int32").dtype == np.int32
+    assert cp.empty((2, 3), order="F").flags.f_contiguous
     assert cp.ones(3).astype(np.float64).dtype == np.float64
     assert (asked * cp.ones(3)).dtype == np.float64
     assert cp.arange(3).dtype == np.int64
-    assert change.made == 2  # the ones
+    assert change.made == 3  # the ones, and what is empty
 
 
 def test_a_kernel_of_equal_arguments_is_made_once() -> None:
