@@ -13,6 +13,9 @@ from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.units import shape_text
 from advisor.reporting import numbers
 
+# Operators whose first operand is a bias, and the second the input.
+BIAS_FIRST = frozenset({"aten::addmm", "aten::_addmm_activation", "aten::addmv", "aten::addbmm", "aten::baddbmm"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
@@ -68,11 +71,11 @@ def _told(words: Iterable[str]) -> str:
 
 
 def _input(row: KernelRow) -> str:
-    """The shape of the row's first input; a backward operator's first is the gradient of the output, which tells nothing here."""
+    """The shape of the row's input; a backward operator's first is the gradient of the output, which tells nothing here."""
     if row.phase != "forward" or not row.shapes:
         return ""
     try:
-        first = json.loads(row.shapes)[0]
+        first = json.loads(row.shapes)[row.op in BIAS_FIRST]
     except (ValueError, LookupError):
         return ""
     sound = isinstance(first, list) and first and all(isinstance(n, int) for n in first)

@@ -45,6 +45,7 @@
   };
   const time = (units) => {
     const us = units * head.unit / 1000;
+    if (!us) return "0";
     return us >= 1000 ? (us / 1000).toFixed(us >= 1e5 ? 0 : 2) + " ms" : us.toFixed(us >= 100 ? 0 : us >= 1 ? 1 : 3) + " µs";
   };
   const scale = () => (width - LABEL) / (to - from);

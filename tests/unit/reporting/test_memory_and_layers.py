@@ -78,11 +78,14 @@ def test_layers_have_kind_input_type_layout_and_algorithm():
                    module="Net.bn", module_type="BatchNorm2d", shapes="[[8, 64, 112, 112], [64]]")  # fmt: skip
     count = replace(norm, name="add", kind="elementwise", time_us=1.0, dtype="int64", layout="", shapes="")
     base = samples.resnet50()
-    profile = replace(base, kernels=(row, norm, count), model=replace(base.model, convs=(conv,)))
+    linear = replace(row, name="gemm", kind="gemm", op="aten::addmm", module="Net.head", module_type="Linear",
+                     shapes="[[4], [32, 64], [64, 4]]")  # fmt: skip
+    profile = replace(base, kernels=(row, norm, count, linear), model=replace(base.model, convs=(conv,)))
     found = layertable.layer_table(profile)
     assert found["Net.conv"] == layertable.Layer(
         kind="conv", layer="Conv2d 3→64, 7×7", shape="8×3×224×224", numbers="bf16 nhwc", algorithm="implicit GEMM"
     )
+    assert found["Net.head"].shape == "32×64"  # the bias, 4, comes first
     assert (found["Net.bn"].numbers, found["Net.bn"].algorithm) == ("bf16 nhwc", "batch_norm<…>")
     page = report_html(profile, None, None)
     table = page[page.index('id="modules-t"') :].split("</table>")[0]
