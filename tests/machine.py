@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from advisor.core import storage
 from advisor.core.cache import cache_dir
+from advisor.core.environment import Environment
 from advisor.profiling.machine import environment
 
 COPY_GBPS, MATRIX_TFLOPS = 10.0, {"fp32": 0.1, "bf16": 0.4}
@@ -46,25 +46,18 @@ def own_cache(patch: pytest.MonkeyPatch, folder: Path) -> None:
 
 def plant() -> None:
     """Whoever is started from here finds this machine measured. Not where there is a GPU, whose rates tests ask for."""
-    wanted = []
+    facts: Environment | None = None
     for variables in STARTED_WITH:
         with pytest.MonkeyPatch.context() as patch:
             for name, value in variables.items():
                 patch.delenv(name, raising=False) if value is None else patch.setenv(name, value)
             known = environment.kept()
-            if known is None or (known.copy_gbps, known.matrix_tflops) != (COPY_GBPS, MATRIX_TFLOPS):
-                wanted.append(environment._kept_at())
-    if not wanted:
-        return
-    import torch
+            if known is not None and (known.copy_gbps, known.matrix_tflops) == (COPY_GBPS, MATRIX_TFLOPS):
+                continue
+            import torch
 
-    if torch.cuda.is_available():
-        return
-    found = replace(
-        environment.host_facts(),
-        copy_gbps=COPY_GBPS,
-        matrix_tflops=MATRIX_TFLOPS,
-        rates_provenance=environment.MEASURED,
-    )
-    for path in wanted:
-        storage.save(path, found)
+            if torch.cuda.is_available():
+                return
+            facts = facts or environment.host_facts()
+            rates = {"copy_gbps": COPY_GBPS, "matrix_tflops": MATRIX_TFLOPS}
+            environment.keep(replace(facts, **rates, rates_provenance=environment.MEASURED))

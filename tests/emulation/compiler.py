@@ -204,18 +204,21 @@ class Module:
 
 
 @cache
-def _symbol(library: Path, name: str) -> int:
-    """Offset of a symbol in a shared library, from its own symbol table."""
-    found = subprocess.run(["nm", "-D", str(library)], capture_output=True, text=True, check=False)
-    return next((int(line.split()[0], 16) for line in found.stdout.splitlines() if line.endswith(f" {name}")), 0)
-
-
-@cache
-def _variables(library: Path) -> list[tuple[str, int, int]]:
-    """Variables of functions in a shared library: mangled name, address in the file, bytes."""
+def _symbols(library: Path) -> list[tuple[str, int, int]]:
+    """Of a shared library's symbols: name, address in the file, bytes (0 where it has none). Read once: each look takes a process."""
     found = subprocess.run(["nm", "-S", str(library)], capture_output=True, text=True, check=False)
     lines = [line.split() for line in found.stdout.splitlines()]
-    return [(w[3], int(w[0], 16), int(w[1], 16)) for w in lines if len(w) == 4 and w[3].startswith("_ZZ")]
+    return [(w[-1], int(w[0], 16), int(w[1], 16) if len(w) == 4 else 0) for w in lines if len(w) in (3, 4)]
+
+
+def _symbol(library: Path, name: str) -> int:
+    """Where it lies in the library; 0 for one that is not there."""
+    return next((at for found, at, _ in _symbols(library) if found == name), 0)
+
+
+def _variables(library: Path) -> list[tuple[str, int, int]]:
+    """Variables of functions: mangled name, address in the file, bytes."""
+    return [symbol for symbol in _symbols(library) if symbol[2] and symbol[0].startswith("_ZZ")]
 
 
 @cache

@@ -57,6 +57,13 @@ SETTINGS = """
 only = ["fused_optimizer"]
 max-pairs = 3
 """
+# What measuring this machine would find, for seconds in each command: beside other tests it would trust no rate, and keep none.
+KNOWN = """
+from dataclasses import replace
+from advisor.profiling.machine import environment
+rates = {"copy_gbps": 10.0, "matrix_tflops": {"fp32": 0.1, "bf16": 0.4}}
+environment.keep(replace(environment.host_facts(), **rates, rates_provenance=environment.MEASURED))
+"""
 # Commands that start no script, one after the other in one process: what each of them imports, one of them does.
 SEVERAL = """
 import contextlib, io, json, sys
@@ -233,6 +240,7 @@ def test_the_quick_start_and_every_other_command(installed: Installed) -> None:
     """In one test, because each goes on from what the ones before have left."""
     assert all(command in README for command in QUICK_START)
     profile, apply, run = (command.split() for command in QUICK_START)
+    installed("python", "-c", KNOWN)
     installed(*profile)
     (findings,) = installed.runs("findings.json")
     assert '"fused_optimizer"' in findings.read_text()

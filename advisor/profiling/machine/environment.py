@@ -65,8 +65,13 @@ def probe(*, python: str = sys.executable, use_cache: bool = True, timeout_s: fl
         ) from None
     if cacheable and not found.rates_doubt and found.rates_provenance == MEASURED:
         with contextlib.suppress(AdvisorError):
-            storage.save(_kept_at(), found)
+            keep(found)
     return found
+
+
+def keep(found: Environment) -> None:
+    """For the next `probe` of this machine, with these libraries and variables."""
+    storage.save(_kept_at(), found)
 
 
 def kept() -> Environment | None:

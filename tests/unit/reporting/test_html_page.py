@@ -67,6 +67,14 @@ def test_a_page_without_a_trace_has_no_timeline():
     assert 'id="timeline"' not in report_html(samples.resnet50(), samples.findings(), None)
 
 
+# Numbers in segments of the bars that stand partly outside of these. Seen: "normalisation 11", of 11 %.
+CUT_NUMBERS = """[...document.querySelectorAll('.bar span')].filter(s => {
+  const r = document.createRange(); r.selectNodeContents(s);
+  const box = s.getBoundingClientRect();
+  return [...r.getClientRects()].some(w => w.width > 2 && w.top < box.bottom && w.right > box.right + 1);
+}).map(s => s.textContent)"""
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("width", [1400, 400])
@@ -94,5 +102,6 @@ def test_chromium_shows_it_without_a_fault(tmp_path: Path, width: int, dark: boo
         page.run("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
         assert page.run("document.getElementById('tl-found').textContent").startswith("1 found")
         assert page.run("document.documentElement.scrollWidth") == width  # nothing sticks out at the side
+        assert page.run(CUT_NUMBERS) == []
         page.printed(tmp_path / "page.pdf")
         assert page.faults == []
