@@ -17,6 +17,7 @@ from advisor.core.units import percent_text
 LARGE_KERNEL, FEW_CHANNELS, FFT_KERNEL = 7, 4, 9
 STRIDED_FLOPS, STRIDED_INTENSITY = 0.6e9, 60.0  # a launch; channels in times channels out over their sum
 NARROW = frozenset({(32, 128), (64, 64), (64, 128)})  # the fewer channels first
+WIDE = 192, 1024  # channels, the least and the most
 _POINTWISE = re.compile(r"^(void )?at::native::.*(elementwise|reduce)_kernel", re.IGNORECASE)
 
 
@@ -29,6 +30,12 @@ def narrow_3x3(geometry: Geometry) -> bool:
     """A dense 3 x 3 convolution of stride 1 between few channels. Either way: its gradient goes the other."""
     channels = (geometry.in_channels, geometry.out_channels)
     return dense_3x3(geometry) and (min(channels), max(channels)) in NARROW
+
+
+def wide_3x3(geometry: Geometry) -> bool:
+    """A dense 3 x 3 convolution of stride 1 between many channels."""
+    least, most = WIDE
+    return dense_3x3(geometry) and all(least <= c <= most for c in (geometry.in_channels, geometry.out_channels))
 
 
 def strided_pointwise(view: View) -> Callable[[KernelRow], bool]:
@@ -85,6 +92,7 @@ def fill(view: View, table: MetricTable) -> None:
         "pointwise_bn_frac": pointwise_before_norm(view),
         "strided_1x1_frac": strided_pointwise(view),
         "narrow_3x3_frac": view.conv(narrow_3x3),
+        "wide_3x3_frac": view.conv(wide_3x3),
         "conv3x3_fp32_frac": _strict(view.conv(_unit_3x3)),
         "winograd_eligible_frac": _strict(view.conv(dense_3x3)),
         "fft_eligible_frac": _fp32(view.conv(lambda g: g.groups == 1 and max(g.kernel, default=0) >= FFT_KERNEL)),

@@ -25,7 +25,7 @@ from advisor.profiling.inside.dtypes import dtype_name
 # Whose benchmark has convolutions alone. A pointwise convolution's kernel wins by the norm beside it: it is no other way to make a product.
 FAMILIES = (
     "conv3x3", "depthwise", "exact_conv", "few_channels", "fft_conv", "first_conv", "grouped", "large_depthwise",
-    "strided_pointwise",
+    "strided_pointwise", "winograd",
 )  # fmt: skip
 
 

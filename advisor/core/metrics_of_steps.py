@@ -76,6 +76,7 @@ STEP: tuple[MetricSpec | Section, ...] = (
                 "1x1 convolutions of stride 2 in one group, of at most 0.6 GFLOP a launch or between few channels",
             ),
             ("narrow_3x3", "dense 3x3 stride-1 convolutions between 64 channels and 64 or 128, or between 32 and 128"),
+            ("wide_3x3", "dense 3x3 stride-1 convolutions between 192 to 1,024 channels"),
             ("conv3x3_fp32", "3x3 stride-1 convolutions in strict fp32"),
             ("gemm", "matrix products that are no convolutions"),
             ("norm", "normalisation"),

@@ -110,7 +110,14 @@ class Row:
         return self.code == "kernels"
 
 
-def family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS, nhwc: bool = True) -> Row:
+def family(
+    identifier: str,
+    title: str,
+    *,
+    stage: Stage = Stage.KERNELS,
+    semantics: Semantics = Semantics.REASSOCIATED,
+    nhwc: bool = True,
+) -> Row:
     """The row of a family of kernels."""
     return Row(
         id=identifier,
@@ -118,6 +125,7 @@ def family(identifier: str, title: str, *, stage: Stage = Stage.KERNELS, nhwc: b
         code="kernels",
         predictor=f"kernels:{identifier}",
         stage=stage,
+        semantics=semantics,
         together="graph",
         nhwc=nhwc,
         part="kernels",

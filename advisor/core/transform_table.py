@@ -1,8 +1,7 @@
 """What each transform is, one row each: the only place that says so. Read without torch, by all that need to know.
 
 A transform is its file in `advisor/transforms` and its row here. Its stage orders the trials (`trials/planner.py`):
-what bounds the step comes first, then precision and layout, because they decide which kernels run at all, then kernels,
-then whole-graph compilers.
+what bounds the step comes first, then precision and layout, which decide what kernels run at all, kernels, whole-graph compilers.
 """
 
 from __future__ import annotations
@@ -176,6 +175,7 @@ _ALL = (
     family("fused_prelu", "PReLU kernels"),
     family("fused_bias_add", "Bias kernels, with a bias's gradient"),
     family("conv3x3", "3x3 convolution kernels for few channels"),
+    family("winograd_conv", "3x3 convolutions by Winograd's transforms", semantics=Semantics.PRECISION),
     family("exact_conv", "Strict fp32 convolutions on tensor cores"),
     family("pointwise_conv", "1x1 convolution kernels with norm statistics"),
     family("strided_conv", "1x1 convolution kernels of stride 2"),

@@ -189,6 +189,16 @@ FAMILIES: tuple[Family, ...] = (
         having=lambda conv: conv.groups == 1 and conv.kernel_size == (3, 3) and conv.stride == (1, 1),
     ),
     Family(
+        id="winograd",
+        replaces="conv2d 3x3 of stride 1 between 192 to 1024 channels in bf16, channels_last",
+        transform="winograd_conv",
+        modules=("Conv2d",),
+        having=lambda conv: (
+            conv.groups == 1 and conv.kernel_size == (3, 3) and conv.stride == (1, 1) and conv.in_channels >= 192
+        ),
+        holds="transformed pixels and results, 2.25 times as large as these",
+    ),
+    Family(
         id="exact_conv",
         replaces="conv2d in fp32 with TF32 off, channels_last",
         transform="exact_conv",

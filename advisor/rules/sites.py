@@ -332,6 +332,15 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
             and tuple(sorted((conv.in_channels, conv.out_channels))) in ((32, 128), (64, 64), (64, 128))
         )
     ),
+    "wide_convolutions": _convs(
+        lambda conv: (
+            conv.kernel == (3, 3)
+            and conv.stride == conv.dilation == (1, 1)
+            and conv.groups == 1
+            and not conv.transposed
+            and 192 <= min(conv.in_channels, conv.out_channels) <= max(conv.in_channels, conv.out_channels) <= 1024
+        )
+    ),
     "large_convolutions": _convs(lambda conv: max(conv.kernel, default=0) >= 7),
     "first_convolutions": _convs(lambda conv: conv.in_channels <= 4 and conv.groups == 1),
     "biases": _convs(lambda conv: conv.bias and not conv.followed_by_bn),

@@ -32,6 +32,7 @@ SEEN_BY = {
     "bias_act": ("bias_act_frac", "unnormed_elementwise_frac"),
     "first_conv": ("first_conv_frac",),
     "conv3x3": ("narrow_3x3_frac",),
+    "winograd": ("wide_3x3_frac",),
     "pointwise": ("pointwise_bn_frac",),
     "strided_pointwise": ("strided_1x1_frac",),
     "batchnorm_concat": ("concat_frac",),

@@ -238,6 +238,15 @@ def conv3x3() -> st.SearchStrategy[Case]:
     )
 
 
+def winograd() -> st.SearchStrategy[Case]:
+    pairs = one_of((192, 256), (256, 192))
+    return pairs.flatmap(
+        lambda pair: st.builds(
+            lambda s: cases_of("winograd")._case(s, pair[1]), shapes(st.just(pair[0]), least=4, most=2 * MOST)
+        )
+    )
+
+
 def pointwise() -> st.SearchStrategy[Case]:
     cases = cases_of("pointwise")
     drawn = shapes(multiples(8, 80), rows=BEHIND_A_CONVOLUTION, most=MOST // 2)
@@ -313,7 +322,7 @@ DRAWN = {
     drawn.__name__.replace("images", "input"): drawn
     for drawn in (
         batchnorm_max_pool, batchnorm_concat, batchnorm_act, squeeze_excite, pooling, upsample, layer_norm, group_norm,
-        large_depthwise, depthwise, grouped, fft_conv, bias_act, exact_conv, first_conv, conv3x3, pointwise, strided_pointwise, images, casts,
+        large_depthwise, depthwise, grouped, fft_conv, bias_act, exact_conv, first_conv, conv3x3, winograd, pointwise, strided_pointwise, images, casts,
         padding, few_channels, bias_add, volume_pooling, prelu,
     )
 }  # fmt: skip

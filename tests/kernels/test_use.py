@@ -24,7 +24,11 @@ from advisor.ops import catalog, dispatch
 from advisor.transforms import capture
 
 FAMILIES = [family.id for family in catalog.FAMILIES if family.captured]
-LARGE = {"large_depthwise", "fft_conv"}  # taps that reach over such small images
+LARGE = {
+    "large_depthwise",
+    "fft_conv",
+    "winograd",
+}  # taps that reach over such small images; channels that so small a net has not
 # Without measurements on file, so that networks get PyTorch's own: the tests of each have it in a network.
 UNMEASURED = {"bias_add", "few_channels", "padding", "prelu", "volume_pooling"}
 IN_HALF = {

@@ -25,6 +25,7 @@ from advisor.ops.grouped import spec as grouped
 from advisor.ops.large_depthwise import spec as large_depthwise
 from advisor.ops.pointwise import spec as pointwise
 from advisor.ops.strided_pointwise import spec as strided_pointwise
+from advisor.ops.winograd import spec as winograd
 
 TORCHVISION = (
     "resnet18",
@@ -101,10 +102,10 @@ def _known_to(spec: Any, module: nn.Module) -> bool:
     return not spec.SUPPORTS.another(sizes)
 
 
-def _narrow_3x3_sites(model: nn.Module) -> int:
+def _sites_3x3(model: nn.Module, spec: Any) -> int:
     """A bias is taken off by the family of biases; one before a norm waits for the change that drops it (conv_bias)."""
     norms = _count(model, lambda module: isinstance(module, nn.BatchNorm2d))
-    return _count(model, lambda module: _known_to(conv3x3, module) and (module.bias is None or not norms))
+    return _count(model, lambda module: _known_to(spec, module) and (module.bias is None or not norms))
 
 
 def _sees_an_image(module: nn.Module) -> bool:
@@ -172,7 +173,8 @@ SITES: dict[str, Callable[[nn.Module], int]] = {
     "first_conv": lambda model: _count(model, _sees_an_image),
     "few_channels": lambda model: 0,  # in half precision
     "prelu": lambda model: 0,
-    "conv3x3": _narrow_3x3_sites,
+    "conv3x3": lambda model: _sites_3x3(model, conv3x3),
+    "winograd": lambda model: _sites_3x3(model, winograd),
     "pointwise": _pointwise_before_norms,
     "strided_pointwise": lambda model: _count(model, lambda module: _known_to(strided_pointwise, module)),
 }
@@ -208,6 +210,7 @@ def _kernels_wherever_they_could(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     monkeypatch.setattr(
         batchnorm_act.spec, "takes_moments", lambda nbytes, residual: ""
     )  # in batches of two nothing is large
+    monkeypatch.setattr(winograd, "DTYPE", "float32")
     with dispatch.everything():
         yield
 

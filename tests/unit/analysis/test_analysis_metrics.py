@@ -452,6 +452,25 @@ def test_narrow_3x3_convolutions_are_dense_ones_of_stride_1_forward_and_backward
     numbers(metrics(replace(found, kernels=(own, *rows[1:]))), narrow_3x3_frac=(2 * len(narrow) - 1) / (2 * len(facts)))
 
 
+def test_wide_3x3_convolutions_are_dense_ones_of_stride_1_between_many_channels() -> None:
+    wide = [
+        profiles.conv(f"Net.wide{i}", 3, channels) for i, channels in enumerate(((192, 192), (256, 512), (1024, 512)))
+    ]
+    others = [
+        profiles.conv("Net.strided", 3, (512, 512), stride=2),
+        profiles.conv("Net.grouped", 3, (512, 512), groups=2),
+        profiles.conv("Net.pointwise", 1, (512, 512)),
+        *(profiles.conv(f"Net.o{i}", 3, channels) for i, channels in enumerate(((128, 256), (256, 128), (2048, 512)))),
+    ]
+    facts = (*wide, *others)
+    rows = [
+        profiles.row(name="fprop", kind="conv", op="aten::convolution", module=fact.module, time_us=10.0)
+        for fact in facts
+    ]
+    found = replace(profiles.with_rows(profiles.resnet50(), *rows), model=ModelFacts(convs=facts))
+    numbers(metrics(found), wide_3x3_frac=len(wide) / len(facts))
+
+
 def test_narrow_3x3_convolutions_of_a_captured_forward_are_known_by_their_size() -> None:
     facts = (
         profiles.conv("Net.a", 3, (64, 64)),

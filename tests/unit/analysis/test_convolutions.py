@@ -147,6 +147,7 @@ OWN = [
     ("few_channels_conv", 3, (4, 64), 1, 1, {}),
     ("conv3x3", 3, (64, 64), 1, 1, {}),
     ("conv3x3", 3, (128, 128), 1, 1, {"phase": "backward", "name": "wgrad"}),
+    ("winograd_conv", 3, (512, 512), 1, 1, {}),
     ("strided_conv", 1, (64, 128), 1, 2, {}),
     ("fft_conv", 15, (64, 64), 1, 1, {"dtype": "fp32", "tensor_core": False}),
     ("exact_conv", 3, (64, 64), 1, 1, {"dtype": "fp32", "tensor_core": False}),
@@ -176,6 +177,9 @@ def test_no_family_of_convolutions_is_left_out(family: str) -> None:
 def test_a_family_is_no_alternative_for_what_it_does_not_take() -> None:
     other_gpu = kernel("fprop", **HALF)
     assert alone(other_gpu, conv("layer1.conv", 3, (64, 96))).alternatives == ()
+    image, weight = (32, 512, 56, 56), (512, 512, 3, 3)
+    of_weight = kernel("wgrad", "backward", shapes=json.dumps([image, image, weight]), **HALF)
+    assert alone(of_weight, conv("layer1.conv", 3, (512, 512))).alternatives == ()  # Winograd's is another product
     transposed = replace(conv("layer1.conv", 3, (64, 64)), transposed=True)
     assert alone(other_gpu, transposed).alternatives == ()
 

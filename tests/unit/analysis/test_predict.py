@@ -671,6 +671,7 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
     "first_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "grouped_conv": (lambda row: row.kind in ("conv", "layout"), ("launch", "other")),
     "conv3x3": (lambda row: row.kind == "conv", ("launch", "other")),
+    "winograd_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "pointwise_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "strided_conv": (lambda row: row.kind == "conv", ("launch", "other")),
     "compile": (lambda row: row.kind not in _MATRIX and row.phase != _OPTIMIZER, ("launch", "other")),
