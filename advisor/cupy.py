@@ -196,6 +196,11 @@ def convolution_windows(x: Any, size: Pair, stride: Pair = 1, padding: Pair = 0)
     return _windows(_padded(x, ph, pw), kh, kw, sh, sw)
 
 
+def zeros_beside(x: Any, shape: tuple[int, ...]) -> Any:
+    """Zeros of x's kind, type and device."""
+    return _module(x).zeros(shape, dtype=x.dtype)
+
+
 def _windows(x: Any, kh: int, kw: int, sh: int, sw: int) -> Any:
     """(N, C, KH, KW, OH, OW), of x's own memory."""
     n, c, height, width = x.shape

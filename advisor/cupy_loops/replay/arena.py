@@ -198,9 +198,13 @@ class Plain:
 
         return change
 
-    def operation(self, found: Meaning) -> Callable[..., Any] | None:
-        """What computes this."""
-        return found.operation
+    def operation(self, found: Meaning, inputs: list[Any]) -> Callable[..., None]:
+        """What computes this of its inputs into an output."""
+
+        def call(*values: Any) -> None:
+            values[-1][...] = found.operation(*values[:-1])
+
+        return call
 
     def faster(self, first: Callable[[], Any], second: Callable[[], Any]) -> bool:
         """Nobody times it."""

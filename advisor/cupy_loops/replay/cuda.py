@@ -7,12 +7,12 @@ from typing import Any
 
 from advisor.core.errors import first_line
 from advisor.core.units import bytes_text
-from advisor.cupy import convolution_windows
 from advisor.cupy_loops.changes.base import Unfit
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.calls import CannotFuse, NotAStep, Program
 from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
 from advisor.cupy_loops.replay.fused import Kernels
+from advisor.cupy_loops.replay.instead import naive_operations
 from advisor.cupy_loops.replay.joined import Joined
 from advisor.cupy_loops.replay.memory import samples
 from advisor.cupy_loops.replay.naive import Meaning
@@ -91,28 +91,9 @@ class Graphs:
             self._masked[name] = lambda target, mask, number: _nothing(kernel(mask, number, target))
         return self._masked[name]
 
-    def operation(self, found: Meaning) -> Callable[..., Any] | None:
-        """What computes this in a graph."""
-        module, products = self.module, self.products
-
-        def product(x: Any, y: Any) -> Any:
-            return products.dot(x.T if found.numbers[0] else x, y.T if found.numbers[1] else y)
-
-        def convolution(x: Any, w: Any) -> Any:
-            stride, padding, turned = found.numbers
-            columns = module.ascontiguousarray(convolution_windows(x, w.shape[2:], stride, padding))
-            n, *_, height, width = columns.shape
-            result = module.empty((n, len(w), height, width), dtype=x.dtype)
-            taps = (w[:, :, ::-1, ::-1] if turned else w).reshape(len(w), -1)
-            products.batched(taps, columns.reshape(n, taps.shape[1], -1), result.reshape(n, len(w), -1))
-            return result
-
-        def largest(x: Any) -> Any:
-            size, stride = found.numbers
-            return convolution_windows(x, (size, size), stride, 0).max(axis=(2, 3))
-
-        known: dict[str, Callable[..., Any]] = {"product": product, "convolution": convolution, "largest": largest}
-        return known.get(found.kind)
+    def operation(self, found: Meaning, inputs: list[Any]) -> Callable[..., None] | None:
+        """What computes this in a graph of inputs that lie as these do, into an output."""
+        return naive_operations(self.module, self.products, found, inputs)
 
     def faster(self, first: Callable[[], Any], second: Callable[[], Any]) -> bool:
         """Whether the device does the first in less time: the best of a few, each behind the other."""

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from advisor import cupy as operations
+from advisor.cupy_loops.replay import columns
 from advisor.cupy_loops.replay.calls import CupyCall, Program
-from advisor.cupy_loops.replay.memory import samples
+from advisor.cupy_loops.replay.memory import apart, samples
 
 # What may give another result the next time, or reach what is no argument.
 _STATE = re.compile(
@@ -32,7 +33,7 @@ Operation = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """What a kernel computes. `kind`: "product", "convolution" or "largest", with `numbers` that say more of it; `operation`: the same by
+    """What a kernel computes. `kind`: "product", "convolution", "largest", "columns" or "image", with `numbers` that say more of it; `operation`: the same by
     CuPy's functions; `takes`: positions of its inputs among the kernel's arguments; `gives`: of its output.
     """
 
@@ -57,13 +58,10 @@ class Meaning:
 
 def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
     """What the kernel of this call computes; None where that is none of what is known, or cannot be told."""
-    if not call.name.startswith("RawKernel:") or len(call.args) != 4 or call.kwargs:
+    parts = _parts(call)
+    if parts is None or _STATE.search(parts.source):
         return None
-    kernel, grid, block, given = call.args
-    source = getattr(kernel, "code", None)
-    if not isinstance(source, str) or _STATE.search(source) or not isinstance(given, (tuple, list)):
-        return None
-    arrays = {i: value for i, value in enumerate(given) if isinstance(value, module.ndarray)}
+    arrays = {i: value for i, value in enumerate(parts.given) if isinstance(value, module.ndarray)}
     if not 2 <= len(arrays) <= 3 or any(not _usual(value) for value in arrays.values()):
         return None
     if len({str(value.dtype) for value in arrays.values()}) > 1 or len({id(v) for v in arrays.values()}) < len(arrays):
@@ -73,10 +71,10 @@ def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
     def run(fill: float, scale: float) -> dict[int, tuple[Any, Any]]:
         """By position, each array before and after."""
         before = {i: module.asarray((rng.normal(size=v.shape) * scale).astype(v.dtype)) for i, v in arrays.items()}
-        after = {i: _apart(module, value) for i, value in before.items()}
+        after = {i: _apart(module, value, arrays[i]) for i, value in before.items()}
         if written is not None:
             after[written].fill(fill)
-        call.plain(kernel, grid, block, tuple(after.get(i, value) for i, value in enumerate(given)))
+        parts.run(tuple(after.get(i, value) for i, value in enumerate(parts.given)))
         return {i: (before[i], after[i]) for i in arrays}
 
     written: int | None = None
@@ -85,7 +83,8 @@ def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
         return None
     written = changed[0]
     takes = tuple(i for i in arrays if i != written)
-    found = list(_candidates(arrays, takes, written))
+    numbers = {int(v) for v in parts.given if isinstance(v, (int, np.integer))}
+    found = list(_candidates(arrays, takes, written, numbers))
     for fill, scale in ((7.0, 1.0), (float("nan"), 100.0), (-1.0, 1e-2)):
         both = run(fill, scale)
         if any(not bool((both[i][0] == both[i][1]).all()) for i in takes):
@@ -94,22 +93,58 @@ def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
     return found[0] if len(found) == 1 else None
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """A kernel's call. `given`: its arguments; `run`: calls it with others."""
+
+    source: str
+    given: tuple[Any, ...]
+    run: Callable[[tuple[Any, ...]], Any]
+
+
+def _parts(call: CupyCall) -> Parts | None:
+    kernel, *rest = call.args or (None,)
+    if call.name.startswith("RawKernel:") and len(rest) == 3 and isinstance(rest[2], (tuple, list)):
+        source, before, given = getattr(kernel, "code", None), (kernel, *rest[:2]), rest[2]
+    elif call.name.startswith("ElementwiseKernel:"):
+        source, before, given = getattr(kernel, "operation", None), (kernel,), rest
+    else:
+        return None
+    raw = len(before) == 3
+
+    def run(values: tuple[Any, ...]) -> Any:
+        return call.plain(*before, values) if raw else call.plain(*before, *values)
+
+    return Parts(source, tuple(given), run) if isinstance(source, str) and not call.kwargs else None
+
+
 def _usual(value: Any) -> bool:
-    return str(value.dtype) in _ROUNDING and bool(value.flags.c_contiguous) and value.ndim in (2, 4) and value.size > 0
+    return str(value.dtype) in _ROUNDING and value.size > 0 and apart(value) and 0 < value.size < 1 << 31
 
 
-def _apart(module: Any, value: Any) -> Any:
-    """A copy with room around it."""
-    room = _SLACK // value.dtype.itemsize
-    whole = module.zeros((value.size + 2 * room,), dtype=value.dtype)
-    part = whole[room : room + value.size].reshape(value.shape)
+def _apart(module: Any, value: Any, like: Any) -> Any:
+    """A copy that lies as `like` does; with room around it where that is without gaps."""
+    if not like.flags.c_contiguous:
+        part = like.copy(order="K")
+    else:
+        room = _SLACK // value.dtype.itemsize
+        whole = module.zeros((value.size + 2 * room,), dtype=value.dtype)
+        part = whole[room : room + value.size].reshape(value.shape)
     part[...] = value
     return part
 
 
-def _candidates(arrays: dict[int, Any], takes: tuple[int, ...], written: int) -> Iterator[Meaning]:
+def _candidates(arrays: dict[int, Any], takes: tuple[int, ...], written: int, numbers: set[int]) -> Iterator[Meaning]:
     """Operations whose shapes fit."""
     out = arrays[written].shape
+    if not arrays[written].flags.c_contiguous:
+        return
+    if len(takes) == 1 and len(out) == 6:
+        for sizes, operation in columns.into_columns(arrays[takes[0]], out, numbers):
+            yield Meaning("columns", sizes, operation, takes, written, sums=False)
+    if len(takes) == 1 and len(out) == 4:
+        for sizes, operation in columns.into_image(arrays[takes[0]], out, numbers):
+            yield Meaning("image", sizes, operation, takes, written, sums=True)
     if len(takes) == 1 and len(out) == 4 and arrays[takes[0]].ndim == 4:
         yield from _poolings(arrays[takes[0]].shape, out, takes, written)
     if len(takes) != 2:
@@ -170,57 +205,68 @@ def replace(program: Program, calls: list[CupyCall], module: Any, backend: Any) 
     """Put what stands for them in the place of naive kernels; their names, and what they were.
 
     Args:
-        calls: of the recorded step. backend: has `operation`, what computes a meaning, and `faster`, which of two calls is.
+        calls: of the recorded step. backend: has `operation`, what computes a meaning of its inputs into an output, and `faster`, whether
+            the first of two calls is.
     """
     known: dict[Any, tuple[Meaning, Operation] | None] = {}
     told: dict[str, None] = {}
     arrays = samples(program)
     for entry, call in zip(program.entries, calls, strict=True):
-        if entry.how != "run" or entry.run is not None or not call.name.startswith("RawKernel:"):
+        parts = _parts(call) if entry.how == "run" and entry.run is None else None
+        if parts is None:
             continue
-        key = _key(call, module)
+        key = _key(call, parts, module)
         if key not in known:
             try:
-                known[key] = _better(call, module, backend)
+                known[key] = _better(call, parts, module, backend)
             except Exception:  # a probe that cannot be run: the kernel stays
                 known[key] = None
         better = known[key]
         if better is not None:
             found, operation = better
-            entry.run = _stands_for(found, operation)
-            output = call.args[3][found.gives]
+            entry.run = _stands_for(found, operation, call.name)
+            output = parts.given[found.gives]
             entry.changes = tuple(place for place in entry.changes if arrays.get(place) is output)
             told[f"{call.name}: {found.kind}"] = None
     return list(told)
 
 
-def _key(call: CupyCall, module: Any) -> Any:
-    kernel, grid, block, given = call.args if len(call.args) == 4 else (None, None, None, ())
-    parts = tuple(("array", v.shape, str(v.dtype)) if isinstance(v, module.ndarray) else repr(v) for v in given)
-    return id(kernel), repr(grid), repr(block), parts
+def _key(call: CupyCall, parts: Parts, module: Any) -> Any:
+    """What tells calls of kernels apart; a kernel made anew from the same source is the same."""
+    given = tuple(
+        ("array", v.shape, v.strides, str(v.dtype)) if isinstance(v, module.ndarray) else repr(v) for v in parts.given
+    )
+    launched = tuple(repr(value) for value in call.args[1:3]) if call.name.startswith("RawKernel:") else ()
+    return call.name, parts.source, launched, given
 
 
-def _better(call: CupyCall, module: Any, backend: Any) -> tuple[Meaning, Operation] | None:
+def _better(call: CupyCall, parts: Parts, module: Any, backend: Any) -> tuple[Meaning, Operation] | None:
     """What the kernel means, and what computes that as well on the loop's own numbers, and faster."""
     found = meaning(call, module)
-    operation = backend.operation(found) if found is not None else None
-    if found is None or operation is None:
+    if found is None:
         return None
-    kernel, grid, block, given = call.args
-    live = tuple(_apart(module, value) if isinstance(value, module.ndarray) else value for value in given)
+    live = tuple(_apart(module, v, v) if isinstance(v, module.ndarray) else v for v in parts.given)
     inputs = [live[i] for i in found.takes]
-    stands = _stands_for(found, operation)
-    for run in (call.plain, stands):
-        run(kernel, grid, block, live)
+    operation = backend.operation(found, inputs)
+    if operation is None:
+        return None
+
+    def stands(values: tuple[Any, ...]) -> None:
+        operation(*(values[i] for i in found.takes), values[found.gives])
+
+    for run in (parts.run, stands):
+        run(live)
         if found.off(module, live[found.gives], *inputs):
             return None
-    if not backend.faster(lambda: stands(kernel, grid, block, live), lambda: call.plain(kernel, grid, block, live)):
-        return None
-    return found, operation
+    return (found, operation) if backend.faster(lambda: stands(live), lambda: parts.run(live)) else None
 
 
-def _stands_for(found: Meaning, operation: Operation) -> Callable[..., None]:
-    def call(kernel: Any, grid: Any, block: Any, given: Any) -> None:
-        given[found.gives][...] = operation(*(given[i] for i in found.takes))
+def _stands_for(found: Meaning, operation: Operation, name: str) -> Callable[..., Any]:
+    raw = name.startswith("RawKernel:")
+
+    def call(kernel: Any, *rest: Any) -> Any:
+        given = rest[2] if raw else rest
+        operation(*(given[i] for i in found.takes), given[found.gives])
+        return None if raw else given[found.gives]
 
     return call

@@ -9,10 +9,17 @@ import numpy as np
 import pytest
 import stub_cupy
 import test_cupy_replay
+import torch
+from emulation.device import emulated
 
 from advisor import cupy as operations
+from advisor.cupy_loops.changes.graphs import Graphs
+from advisor.cupy_loops.replay import columns
 from advisor.cupy_loops.replay.arena import Plain
 from advisor.cupy_loops.replay.recorder import REPLAY
+from advisor.loop.patches import Patches
+
+__all__ = ["emulated"]
 
 CODE = 'extern "C" __global__ void k(const float* x, float* y) { y[0] = x[0]; }'
 Kernel = Callable[..., None]
@@ -107,3 +114,80 @@ def test_what_does_more_or_less_is_left(kernel: Kernel) -> None:
 )
 def test_a_source_with_state_is_never_asked(code: str) -> None:
     assert found(convolution(1, 1), [IMAGES, TAPS, SAME], code) == []
+
+
+def im2col(x: Any, *numbers: Any) -> None:
+    *sizes, y = numbers
+    h, w, _, _, kh, kw, stride, _, padding, *_ = sizes
+    y[...] = operations.convolution_windows(x.reshape(*y.shape[:2], h, w), (kh, kw), stride, padding)
+
+
+def col2im(col: Any, *numbers: Any) -> None:
+    *sizes, y = numbers
+    h, w, oh, ow, kh, kw, stride, _, padding, *_ = sizes
+    y[...] = columns.added_up(col.reshape(*y.shape[:2], kh, kw, oh, ow), h, w, stride, padding)
+
+
+class Elementwise(stub_cupy.ElementwiseKernel):
+    """With a source beside the function."""
+
+    def __init__(self, in_params: str, out_params: str, operation: Any, name: str) -> None:
+        super().__init__(in_params, out_params, "y = x", name)
+        self.does = operation
+
+    def __call__(self, *args: Any) -> Any:
+        self.does(*args)
+        return args[-1]
+
+
+@pytest.mark.parametrize(("stride", "padding"), [(1, 1), (2, 1), (2, 0)])
+@pytest.mark.parametrize("dtype", ["f4", "f8"])
+def test_im2col_and_col2im_are_known(stride: int, padding: int, dtype: str) -> None:
+    h, w, kh, kw = 8, 6, 4, 2
+    oh, ow = (h + 2 * padding - kh) // stride + 1, (w + 2 * padding - kw) // stride + 1
+    numbers = (h, w, oh, ow, kh, kw, stride, stride, padding, padding, 1, 1)
+
+    def loop(cp: Any, steps: int) -> list[Any]:
+        rng = np.random.default_rng(0)
+        there, back = cp.ElementwiseKernel("", "", im2col, "there"), cp.ElementwiseKernel("", "", col2im, "back")
+        total = cp.zeros(())
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(2, 3, h, w)).astype(dtype))
+            col = there(x.reshape(-1), *numbers, cp.empty((2, 3, kh, kw, oh, ow), dtype=dtype))
+            rolled = (col * 2.0).transpose(1, 2, 3, 0, 4, 5).copy().transpose(3, 0, 1, 2, 4, 5)
+            y = back(rolled, *numbers, cp.empty((2, 3, h, w), dtype=dtype))
+            total = total + y.sum()
+        return [total]
+
+    def module() -> Any:
+        made = stub_cupy.module()
+        made.ElementwiseKernel = Elementwise
+        return made
+
+    plain = test_cupy_replay.numbers(loop(module(), 58))
+    cp, patches, change = module(), Patches(), Graphs(Plain)
+    change.apply(cp, patches)
+    values = loop(cp, 58)
+    patches.restore_all()
+    assert change.recorder is not None
+    assert change.recorder.phase == REPLAY, change.recorder.why
+    np.testing.assert_allclose(values[0], plain[0], rtol=1e-5)
+    assert change.recorder.naive == ["ElementwiseKernel:there: columns", "ElementwiseKernel:back: image"]
+
+
+@pytest.mark.parametrize("kind", ["columns", "image"])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1), (3, 2)])
+def test_sources_of_columns_and_images(emulated: Any, kind: str, stride: int, padding: int) -> None:
+    n, c, h, w, kh, kw = 2, 3, 7, 9, 3, 4
+    oh, ow = (h + 2 * padding - kh) // stride + 1, (w + 2 * padding - kw) // stride + 1
+    numbers, rng = (n, c, h, w, kh, kw, oh, ow, stride, padding), np.random.default_rng(0)
+    if kind == "columns":
+        given = torch.from_numpy(rng.normal(size=(n, c, h, w)))
+        wanted = operations.convolution_windows(given.numpy(), (kh, kw), stride, padding)
+    else:  # lies as a product leaves it
+        given = torch.from_numpy(rng.normal(size=(c, kh, kw, n, oh, ow))).permute(3, 0, 1, 2, 4, 5)
+        wanted = columns.added_up(given.numpy(), h, w, stride, padding)
+    name, source, size = columns.source(kind, numbers, given.numpy())
+    out = torch.empty(wanted.shape, dtype=torch.float64)
+    emulated.compiled(source, name)((-(-size // 256), 1, 1), (256, 1, 1), (given.data_ptr(), out.data_ptr()))
+    np.testing.assert_array_equal(out.numpy(), wanted)
