@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from advisor.core.errors import AdvisorError, unknown
 from advisor.core.findings import Semantics
 from advisor.core.transform_row import TOGETHER, Row, Stage, family, of_cupy
+from advisor.core.transform_rows_of_ranks import RANKS
 
 _ALL = (
     Row(
@@ -73,6 +74,18 @@ _ALL = (
         # Not for tf32: convolutions may use TF32 by default, and where it changes matrix products only, the plain first
         # steps' plans stay.
         waits_for=("channels_last", "amp_bf16", "amp_fp16"),
+        conflicts=("conv_choice",),
+        live=False,
+        everywhere=True,
+    ),
+    Row(
+        id="conv_choice",
+        title="each convolution's algorithm and layout by timing",
+        code="conv_choice:ConvChoice",
+        stage=Stage.ALGORITHMS,
+        after=("cudnn_benchmark",),
+        waits_for=("channels_last", "amp_bf16", "amp_fp16"),
+        conflicts=("cudnn_benchmark",),
         live=False,
         everywhere=True,
     ),
@@ -241,67 +254,7 @@ _ALL = (
         semantics=Semantics.EXACT,
         live=False,
     ),
-    Row(
-        id="ddp_bucket_views",
-        title="gradients as views of DDP's buckets",
-        code="ddp:BucketViews",
-        stage=Stage.RANKS,
-        semantics=Semantics.EXACT,
-        needs_gpu=False,
-    ),
-    Row(
-        id="ddp_buckets",
-        title="DDP buckets of another size",
-        code="ddp:Buckets",
-        stage=Stage.RANKS,
-        needs_gpu=False,
-    ),
-    Row(
-        id="ddp_static_graph",
-        title="DDP's static graph",
-        code="ddp:StaticGraph",
-        stage=Stage.RANKS,
-        needs_gpu=False,
-    ),
-    Row(
-        id="ddp_no_sync",
-        title="gradients sent once a step under accumulation",
-        code="ddp:SentOnce",
-        stage=Stage.RANKS,
-        needs_gpu=False,
-    ),
-    Row(
-        id="ddp_bf16_gradients",
-        title="gradients sent as bf16",
-        code="ddp:SentAsBf16",
-        stage=Stage.RANKS,
-        semantics=Semantics.PRECISION,
-        conflicts=("ddp_fp16_gradients",),
-        needs_gpu=False,
-    ),
-    Row(
-        id="ddp_fp16_gradients",
-        title="gradients sent as fp16",
-        code="ddp:SentAsFp16",
-        stage=Stage.RANKS,
-        semantics=Semantics.PRECISION,
-        conflicts=("ddp_bf16_gradients",),
-        needs_gpu=False,
-    ),
-    Row(
-        id="cpu_affinity",
-        title="each rank on the cores beside its GPU",
-        code="cpu_affinity:CpuAffinity",
-        stage=Stage.RANKS,
-        semantics=Semantics.EXACT,
-    ),
-    Row(
-        id="nccl_settings",
-        title="NCCL's settings",
-        code="nccl_settings:NcclSettings",
-        stage=Stage.RANKS,
-        live=False,
-    ),
+    *RANKS,
     Row(
         id="gradient_stream",
         title="weight gradients on a stream of their own",

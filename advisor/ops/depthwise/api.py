@@ -62,6 +62,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
+unsupported = _CONVOLUTION.unsupported
 
 
 def depthwise_conv2d(

@@ -60,6 +60,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
+unsupported = _CONVOLUTION.unsupported
 
 
 def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:

@@ -68,6 +68,7 @@ _CONVOLUTION = Convolution(
     nhwc=False,
     replays=False,
 )
+unsupported = _CONVOLUTION.unsupported
 
 
 def large_depthwise_conv2d(

@@ -65,6 +65,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
+unsupported = _CONVOLUTION.unsupported
 
 
 def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
