@@ -124,6 +124,11 @@ class _PlainTwin:
 _ATTRIBUTES = {"__reduce_ex__": _PlainReduce, "__prepare_scriptable__": _PlainTwin}
 
 
+def is_installed(value: object) -> bool:
+    """Whether an attribute of a module is one that its stack has put there. They are other objects each time that its layers come back."""
+    return isinstance(value, (InstalledForward, *_ATTRIBUTES.values()))
+
+
 class ForwardStack:
     """The layers around one root module's forward. There is one stack for a module, as long as the module lives.
 
@@ -230,8 +235,7 @@ class ForwardStack:
 
     def plain_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """`state`, an instance dictionary of the module, as it would be without layers."""
-        ours = (InstalledForward, *_ATTRIBUTES.values())
-        plain = {name: value for name, value in state.items() if not isinstance(value, ours)}
+        plain = {name: value for name, value in state.items() if not is_installed(value)}
         if self._own is not None and "forward" in state and "forward" not in plain:
             plain["forward"] = self._own
         return plain

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from advisor.transforms.forward import hooks_of
+from advisor.transforms.forward import InstalledForward, hooks_of, is_installed
 
 Place = tuple[dict[str, Any], str]
 """An attribute: its module's dictionary, and its name."""
@@ -22,6 +22,7 @@ _OF_EVERY_MODULE = vars(torch.nn.Module()).keys() - {"training"}
 class Layout:
     """What a graph has frozen in, to be compared at each step: which tensors, where in memory; hooks of modules below the first;
     and attributes: numbers of a schedule (a dropout's or a norm's), or because a norm goes to evaluation, a phase's name, masks, lists.
+    What advisor itself puts on a module is no attribute of it; of those below the first the layers around their forwards count.
 
     28 µs for 66 modules and 123 tensors on a core of an EPYC, where walking through `module.parameters()` and the like takes 138. By `is`,
     not by `id()`: that raises an audit event, and a library's hook on those (filelock has one, which torch imports) took 140 µs a step.
@@ -41,7 +42,11 @@ class Layout:
         for d, name in computed:
             anew.setdefault(id(d), set()).add(name)
         own = [
-            {n: v for n, v in d.items() if n not in _OF_EVERY_MODULE and n not in anew.get(id(d), ())}
+            {
+                n: v
+                for n, v in d.items()
+                if n not in _OF_EVERY_MODULE and n not in anew.get(id(d), ()) and not is_installed(v)
+            }
             for d in self._attributes
         ]
         self._loose = [
@@ -53,8 +58,12 @@ class Layout:
         self._tensors = [t for t in (*self._held, *(t for *_, t in self._loose)) if isinstance(t, torch.Tensor)]
         self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
         others = [[n for n, v in of.items() if not isinstance(v, torch.Tensor)] for of in own]
+        self._names = list(filter(None, others))
         self._values = [(operator.itemgetter(*n), d) for n, d in zip(others, self._attributes, strict=True) if n]
         self._known = [_copied(read(d)) for read, d in self._values]
+        # Not of the first itself: each composition has graphs of its own. What gets or loses layers has another number of attributes.
+        below = [(d, d.get("forward")) for d in self._attributes[1:]]
+        self._layered = [(d, f.composed) for d, f in below if isinstance(f, InstalledForward)]
         self._counts = list(map(len, self._attributes))
 
     def changed(self) -> bool:
@@ -72,14 +81,14 @@ class Layout:
                 list(map(len, self._attributes)) == self._counts
                 and all(d[name] is tensor for d, name, tensor in self._loose)
                 and [read(d) for read, d in self._values] == self._known
+                and all(d["forward"].composed is composed for d, composed in self._layered)
             )
         except Exception:  # one is gone, or a tensor by now, or of a class that cannot be compared
             return False
 
     def other_attribute(self) -> str:
         """The name of an attribute that is another by now; "" where it cannot be told."""
-        for (read, d), known in zip(self._values, self._known, strict=True):
-            names = [n for n in d if n not in _OF_EVERY_MODULE and not isinstance(d[n], torch.Tensor)]
+        for (read, d), known, names in zip(self._values, self._known, self._names, strict=True):
             try:
                 if read(d) == known:
                     continue

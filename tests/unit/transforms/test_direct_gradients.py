@@ -15,6 +15,7 @@ from advisor.transforms import direct_gradients
 from advisor.transforms.base import Undo
 from advisor.transforms.cuda_graphs import CudaGraphs
 from advisor.transforms.direct_gradients import ParameterGradients
+from advisor.transforms.forward import GRAPH, SUBMODULE, ForwardStack
 from advisor.transforms.graphs import arguments, calls
 from advisor.transforms.graphs import captured as capturing
 from advisor.transforms.graphs.layer import GraphLayer
@@ -590,6 +591,49 @@ def test_what_has_hooks_by_now_is_not_captured(captures: list[Replayed]) -> None
     assert len(seen) == calls.WARM_CALLS + 2
     (why,) = forward.failed.values()
     assert why.startswith("head has a hook (test_what_has_hooks_by_now_is_not_captured.<locals>.<lambda>, ")
+
+
+class Around:
+    """A layer of advisor's."""
+
+    def __call__(self, inner: Callable[..., torch.Tensor], module: nn.Module) -> Callable[..., torch.Tensor]:
+        return lambda *args: inner(*args)
+
+
+def test_graphs_that_are_switched_off_and_on_again_replay_what_they_captured(captures: list[Replayed]) -> None:
+    """A trial's blocks do this: each switch had cost a warm-up and a capture, and after three the graphs were given up."""
+    net, layer = Net(), Around()
+    forward = calls.GraphedForward(net.forward, net, GraphLayer(False))
+    stack = ForwardStack.of(net)
+    ForwardStack.of(net.body).set(SUBMODULE, Around())  # another change, that is kept
+    stack.set(GRAPH, layer)
+    for _ in range(calls.WARM_CALLS + 1):
+        forward(torch.randn(5, 6))
+    for _ in range(6):
+        stack.clear(GRAPH)
+        stack.set(GRAPH, layer)
+        forward(torch.randn(5, 6))
+    assert [captured.replays for captured in captures] == [7]
+    assert forward.reasons() == []
+
+
+@pytest.mark.parametrize("in_its_place", [False, True])
+def test_a_graph_whose_parts_have_other_layers_by_now_is_captured_anew(
+    captures: list[Replayed], in_its_place: bool
+) -> None:
+    net = Net()
+    forward = calls.GraphedForward(net.forward, net, GraphLayer(False))
+    below = ForwardStack.of(net.body)
+    below.set(SUBMODULE, Around())
+    for _ in range(calls.WARM_CALLS + 1):
+        forward(torch.randn(5, 6))
+    if in_its_place:
+        below.clear(SUBMODULE)
+    below.set(SUBMODULE if in_its_place else SUBMODULE + 1, Around())
+    for _ in range(calls.WARM_CALLS + 1):
+        forward(torch.randn(5, 6))
+    assert [captured.replays for captured in captures] == [1, 1]
+    assert not forward.failed
 
 
 @pytest.mark.parametrize("change", ["thaw", "evaluate"])
