@@ -176,7 +176,7 @@ def test_im2col_and_col2im_are_known(stride: int, padding: int, dtype: str) -> N
 
 
 @pytest.mark.parametrize("kind", ["columns", "image"])
-@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (2, 1), (3, 2)])
+@pytest.mark.parametrize(("stride", "padding"), [(1, 0), (3, 2)])
 def test_sources_of_columns_and_images(emulated: Any, kind: str, stride: int, padding: int) -> None:
     n, c, h, w, kh, kw = 2, 3, 7, 9, 3, 4
     oh, ow = (h + 2 * padding - kh) // stride + 1, (w + 2 * padding - kw) // stride + 1

@@ -29,6 +29,7 @@ LOOPS = [
     test_cupy_fusing.momentum,
     test_cupy_fusing.columns,
     test_cupy_fusing.types,
+    test_cupy_fusing.mirrored,
 ]
 
 
