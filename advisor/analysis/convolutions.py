@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from advisor.analysis.conv import bias_row
 from advisor.analysis.conv_alternatives import OCTET, Alternative, Asked, alternatives
-from advisor.analysis.rows import HALF, is_own, shapes_of
+from advisor.analysis.rows import HALF, SINGLE, is_own, shapes_of
 from advisor.analysis.view import View
 from advisor.core import architectures, layers
 from advisor.core.environment import Environment
@@ -18,6 +18,7 @@ from advisor.core.roofline import limit_us
 from advisor.core.units import time_text
 
 FORWARD, DATA, WEIGHT, GRADIENTS = "forward", "data gradient", "weight gradient", "gradients"
+OWN = "advisor's own"
 RATES_ERROR = 1.1  # a product may be this much faster than rates that were measured in other work
 # Times fewer products than a direct convolution: F(4 x 4, 3 x 3). What transforms need hangs on their sizes, which no name tells.
 _FEWER = {"Winograd": 4.0, "FFT": math.inf}
@@ -57,7 +58,8 @@ class Product:
         conversions: names of kernels that slice, pad or transpose for it, with `conversion_us` their time.
         time_us, calls: of its own kernels.
         flops, nbytes, least_us: operations and bytes, and the least time that this machine needs for them; 0.0 where not known.
-            Bytes that L2 holds bound nothing; Winograd is held to its own operations, FFT to bytes alone.
+            Bytes that L2 holds bound nothing; Winograd is held to its own operations, FFT and
+            advisor's own kernels for fp32 to bytes alone.
         alternatives: what is faster and the run does not use: at most one that was measured, then at most one that is modelled.
         error: what cannot be of its time, bytes or operations; empty where nothing is wrong.
     """
@@ -101,8 +103,12 @@ class Product:
 def algorithm(row: KernelRow) -> str:
     """What a convolution's kernel does, from its name; `other` where it does not tell."""
     if is_own(row):
-        return "advisor's own"
-    return next((name for name, pattern in _ALGORITHMS if pattern.search(row.name)), "other")
+        return OWN
+    return _named(row.name)
+
+
+def _named(kernel: str) -> str:
+    return next((name for name, pattern in _ALGORITHMS if pattern.search(kernel)), "other")
 
 
 def direction(row: KernelRow) -> str:
@@ -206,7 +212,7 @@ def _product(
     if not forward and longest.phase == "backward":
         shape = [*shapes_of(longest), [], []][1]  # the output's gradient comes first
     how = algorithm(longest)
-    least = _least_us(view.profile.environment, nbytes, flops, longest.calls, dtype, how)
+    least = _least_us(view.profile.environment, nbytes, flops, longest, dtype)
     asked = Asked(
         row=longest,
         shape=tuple(shape),
@@ -241,11 +247,13 @@ def _product(
     )
 
 
-def _least_us(environment: Environment, nbytes: float, flops: float, calls: float, dtype: str, how: str) -> float:
-    """The least time of a product by the way that it is made; 0.0 where nothing bounds it or nothing is known."""
-    if calls > 0 and nbytes / calls <= environment.l2_bytes:
+def _least_us(environment: Environment, nbytes: float, flops: float, row: KernelRow, dtype: str) -> float:
+    """The least time of a product by the way that its longest kernel makes it; 0.0 where nothing bounds it or nothing is known."""
+    if row.calls > 0 and nbytes / row.calls <= environment.l2_bytes:
         nbytes = 0.0  # it may never have left the cache
-    flops = flops / _FEWER.get(how, 1.0)
+    flops = flops / _FEWER.get(_named(row.name), 1.0)
+    if is_own(row) and row.dtype in SINGLE:
+        flops = 0.0  # made of parts in fp16, on units that are faster than fp32's
     return limit_us(environment, nbytes=nbytes, flops=flops, dtype=dtype) if flops or nbytes else 0.0
 
 

@@ -294,6 +294,14 @@ def test_what_is_faster_by_right_is_no_error(name: str, nbytes: float, flops: fl
     assert alone(kernel("fprop", **(HALF | {"time_us": 50.0, "flops": 3 * 800e6 * 50}))).error != ""
 
 
+def test_advisors_own_kernels_are_held_to_what_they_multiply() -> None:
+    """Winograd to a fourth; fp32 in fp16 parts to bytes alone; others as any."""
+    thrice = {"time_us": 50.0, "flops": 3 * 800e6 * 50}
+    assert alone(kernel("winograd_multiply", **(HALF | thrice))).error == ""
+    assert alone(kernel("exact_conv", **(HALF | thrice | {"dtype": "fp32", "tensor_core": False}))).error == ""
+    assert alone(kernel("conv3x3", **(HALF | thrice))).error != ""
+
+
 def test_one_module_called_with_several_shapes_has_a_product_each() -> None:
     """A head that the levels of a pyramid share, and a module that multiplies one input by two weights."""
     large, small = ((32, 64, 56, 56), (64, 64, 3, 3)), ((32, 64, 14, 14), (64, 64, 3, 3))
