@@ -18,8 +18,11 @@ class Timed(Plain):
     timed = True
 
 
-@pytest.mark.parametrize(("replayed_s", "phase"), [(0.5, REPLAY), (0.97, REPLAY), (0.99, OFF), (2.0, OFF)])
-def test_a_loop_that_gains_nothing_is_left(replayed_s: float, phase: str) -> None:
+@pytest.mark.parametrize(
+    ("replayed_s", "pause_s", "phase"),
+    [(0.5, 0.0, REPLAY), (0.97, 0.0, REPLAY), (0.99, 0.0, OFF), (2.0, 0.0, OFF), (0.5, 100.0, REPLAY)],
+)
+def test_a_loop_that_gains_nothing_is_left(replayed_s: float, pause_s: float, phase: str) -> None:
     cp, patches, change = stub_cupy.module(), Patches(), Graphs(Timed)
     change.apply(cp, patches)
     recorder = change.recorder
@@ -37,7 +40,7 @@ def test_a_loop_that_gains_nothing_is_left(replayed_s: float, phase: str) -> Non
     ended = recorder.end
 
     def end() -> None:
-        clock[0] += replayed_s
+        clock[0] += replayed_s + (pause_s if recorder.replayed == 20 else 0.0)  # a plot, once
         ended()
 
     recorder.end = end
