@@ -7,6 +7,7 @@ import statistics
 from dataclasses import dataclass
 from enum import Enum
 
+from advisor.analysis.machine import core_use
 from advisor.core.profile import Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.student import block_logs, t_quantile
@@ -21,6 +22,7 @@ CONFIDENCE = 0.95
 MAX_BLOCKS = 6
 MIN_BLOCK_STEPS = 5
 MIN_BLOCKS = 3
+BUSY_FRAC = 0.2  # of the cores: from here the rule cores-taken-by-others says so, too
 SHOWN_FRAC = 0.001  # kinds below this share of both steps are left out of the table
 
 
@@ -174,6 +176,11 @@ def _differences(a: StepProfile, b: StepProfile) -> tuple[bool, list[str]]:
     for name, profile in (("A", a), ("B", b)):
         if profile.environment.shared_gpu:
             texts.append(f"Another process used the GPU during run {name}.")
+        others = core_use(profile, "cpu_others_frac")
+        if others is not None and others > BUSY_FRAC and profile.environment.device == "cpu":
+            texts.append(
+                f"Other processes took {percent_text(others)} of the cores during run {name}: its times are in doubt."
+            )
         if not profile.complete:
             texts.append(f"Run {name} is incomplete.")
     return not other, texts

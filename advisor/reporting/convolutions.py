@@ -37,6 +37,7 @@ _COLUMNS: tuple[tuple[str, Callable[[Product], str]], ...] = (
 )
 _RIGHT = {"time", "TFLOP/s", "of limit"}
 _LEAST_MODULE = 12  # columns of a terminal, however narrow
+_MOVED = ("units", "dtype")  # to the line below, where a terminal is too narrow for them
 
 
 def conv_json(profile: StepProfile) -> dict[str, Any]:
@@ -80,37 +81,45 @@ def conv_text(profile: StepProfile, width: int, *, everything: bool = False) -> 
     if not found:
         return NONE
     shown = found if everything else found[:SHOWN]
-    table = [[of(product) for _, of in _COLUMNS] for product in shown]
-    sizes = [max(len(name), *(len(line[i]) for line in table)) for i, (name, _) in enumerate(_COLUMNS)]
-    sizes[0] = min(sizes[0], max(_LEAST_MODULE, width - sum(sizes[1:]) - 2 * len(sizes[1:])))
+    columns, below = list(_COLUMNS), []
+    while True:
+        table = [[of(product) for _, of in columns] for product in shown]
+        sizes = [max(len(name), *(len(line[i]) for line in table)) for i, (name, _) in enumerate(columns)]
+        room = width - sum(sizes[1:]) - 2 * len(sizes[1:])
+        moved = next((column for column in columns if column[0] in _MOVED), None)
+        if room >= min(sizes[0], _LEAST_MODULE) or moved is None:
+            break
+        columns.remove(moved)
+        below.append(moved[1])
+    sizes[0] = min(sizes[0], max(_LEAST_MODULE, room))
+    names = [name for name, _ in columns]
     lines = [
         printable(wording.script(profile)),
         printable(wording.machine(profile)),
         "",
-        _line([n for n, _ in _COLUMNS], sizes),
+        _line(names, names, sizes),
     ]
     for product, line in zip(shown, table, strict=True):
-        lines.append(_line([clip_path(line[0], sizes[0]), *line[1:]], sizes))
-        lines += textwrap.wrap(
-            printable(about(product)), max(width, 40), initial_indent="    ", subsequent_indent="    "
-        )
+        lines.append(_line(names, [clip_path(line[0], sizes[0]), *line[1:]], sizes))
+        told = " · ".join(filter(None, [*(of(product) for of in below), about(product)]))
+        lines += textwrap.wrap(printable(told), max(width, 40), initial_indent="    ", subsequent_indent="    ")
     total = sum(product.total_us for product in found)
-    lines += ["", f"{counted(len(found), 'product')} of convolutions, {time_text(total)} a step."]
+    ending = [f"{counted(len(found), 'product')} of convolutions, {time_text(total)} a step."]
     if len(shown) < len(found):
-        lines[-1] += f" Shown: the {len(shown)} longest; --all shows every one."
-    lines += [f"{told}." for told in settings(profile)]
+        ending[-1] += f" Shown: the {len(shown)} longest; --all shows every one."
+    ending += [f"{told}." for told in settings(profile)]
     wrong = [product for product in found if product.error]
     if wrong:
-        lines.append(
-            f"ERROR: {counted(len(wrong), 'product')} faster than this machine can be: {wrong[0].module or wrong[0].layer}."
-        )
+        where = wrong[0].module or wrong[0].layer
+        ending.append(f"ERROR: {counted(len(wrong), 'product')} faster than this machine can be: {where}.")
+    lines += ["", *(line for text in ending for line in textwrap.wrap(text, max(width, 40)))]
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _line(cells: Sequence[str], sizes: Sequence[int]) -> str:
+def _line(names: Sequence[str], cells: Sequence[str], sizes: Sequence[int]) -> str:
     padded = (
         text.rjust(size) if name in _RIGHT else text.ljust(size)
-        for (name, _), text, size in zip(_COLUMNS, cells, sizes, strict=True)
+        for name, text, size in zip(names, cells, sizes, strict=True)
     )
     return "  ".join(padded)
 

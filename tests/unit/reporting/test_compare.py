@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import samples
 
-from advisor.core.profile import Spread, StepProfile
+from advisor.core.profile import Quantity, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.reporting.compare import (
     Delta,
@@ -90,6 +90,22 @@ def test_what_differs_is_named():
     ):
         assert part in text
     assert compare_profiles(base, changed).comparable
+
+
+def test_cores_that_others_took_are_named():
+    """Seen: one script, profiled twice on a busy machine, was told as 3.03 times slower, and nothing else."""
+    base = samples.cpu_run()
+    busy = replace(base, utilization={**base.utilization, "cpu_others_frac": quantity(0.69)})
+    assert (
+        "Other processes took 69 % of the cores during run B: its times are in doubt."
+        in compare_profiles(base, busy).differences
+    )
+    quiet = replace(base, utilization={**base.utilization, "cpu_others_frac": quantity(0.05)})
+    assert not [text for text in compare_profiles(base, quiet).differences if "Other processes" in text]
+
+
+def quantity(value):
+    return Quantity(value=value, provenance=Provenance.MEASURED)
 
 
 def test_a_run_without_steps():

@@ -16,6 +16,9 @@ def test_all_forms_hold_every_product() -> None:
     assert {p["direction"] for p in told["products"]} == {"forward", "data gradient", "weight gradient"}
     text = convolutions.conv_text(resnet50, 100)
     assert max(map(len, text.splitlines())) <= 104
+    narrow = convolutions.conv_text(resnet50, 80)
+    assert max(map(len, narrow.splitlines())) <= 80
+    assert "\n    tensor cores" in narrow  # what has no column there is told below
     assert f"Shown: the {convolutions.SHOWN} longest" in text
     assert "Shown" not in convolutions.conv_text(resnet50, 100, everything=True)
     assert "implicit GEMM" in text
