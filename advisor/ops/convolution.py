@@ -196,6 +196,11 @@ class Convolution:
         x = x if x.dtype == compute else x.to(compute)
         return F.conv2d(x, weight.to(compute), bias, stride, padding, dilation, groups)
 
+    def eager(self, *args: Any) -> torch.Tensor:
+        """As `pytorch`, of what the public function takes: a bias is among it where the family has one."""
+        x, weight, bias, numbers = self._split(args)
+        return self.pytorch(x, weight, bias, *numbers)
+
     def pytorch_backward(
         self,
         dy: torch.Tensor,

@@ -42,6 +42,14 @@ def gradient(function: Callable[[torch.Tensor], torch.Tensor], dy: torch.Tensor,
     return cast(torch.Tensor, gradients(function, dy, (x,))[0])
 
 
+def shaped(
+    dy: torch.Tensor, function: Callable[..., torch.Tensor], shape: Sequence[int], *others: object
+) -> tuple[torch.Tensor]:
+    """The gradient of `function(x, *others)`, of whose x [shape] it reads no value; `dy` may be a batch."""
+    like = torch.zeros((), dtype=dy.dtype, device=dy.device).expand(tuple(shape))
+    return (gradient(lambda x: function(x, *others), dy, like),)
+
+
 def bits(mask: torch.Tensor, like: torch.Tensor, *, dim: int = 1) -> torch.Tensor:
     """A forward's bits, a byte for each 16 bytes of a tensor as it lies in memory, as booleans of that tensor's shape.
 

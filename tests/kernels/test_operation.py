@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -44,6 +44,47 @@ def operation() -> Iterator[Operation]:
     )
     for counters in (dispatch.engaged, dispatch.fell_back):
         del counters["declared_in_a_test"]
+
+
+def _strided(x: torch.Tensor, steps: Sequence[int], *, kept: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, columns = steps
+    return x[::rows, ::columns].clone(), x.new_tensor(float(kept))
+
+
+def _spread(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    assert saved[0] == 1.0
+    shape, (rows, columns) = arguments
+    dx = dy.new_zeros(shape)
+    dx[::rows, ::columns] = dy
+    return (dx,)
+
+
+@pytest.fixture(scope="module")
+def shaped() -> Iterator[Operation]:
+    """One whose backward needs its tensor's shape alone."""
+    yield Operation(
+        name="shaped_in_a_test",
+        forward=_strided,
+        backward=_spread,
+        shaped=True,
+        pytorch=lambda x, steps: x[:: steps[0], :: steps[1]].clone(),
+        refusal=lambda *_: "",
+        label=lambda *_: "strided",
+        fake=lambda x, steps: (x.new_empty(_strided(x, steps)[0].shape), x.new_empty(())),
+        layout=lambda *_: torch.contiguous_format,
+    )
+    for counters in (dispatch.engaged, dispatch.fell_back):
+        del counters["shaped_in_a_test"]
+
+
+def test_an_operation_that_keeps_a_shape_alone(shaped: Operation) -> None:
+    x = torch.rand(4, 6, dtype=torch.float64, requires_grad=True)
+    torch.library.opcheck(shaped.compiled, (x, (2, 3)))
+    for function in (shaped, lambda *args: shaped.compiled(*args)[0]):
+        assert torch.autograd.gradcheck(lambda x, of=function: of(x, (2, 3)), x)
+    assert torch.autograd.gradgradcheck(lambda x: shaped(x, (2, 3)), x)
+    y = shaped(x, (2, 3))
+    assert [t.shape for t in y.grad_fn.saved_tensors] == [()]  # x is not among them
 
 
 def _arguments(*, weighted: bool) -> tuple[torch.Tensor, int, torch.Tensor | None, torch.Tensor]:

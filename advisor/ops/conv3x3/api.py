@@ -28,7 +28,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call
     if not spec.product_left(call):
         return *cuda.forward(x, weight, call, moments=moments), None
     read = weight.to(x.dtype)
-    y = _CONVOLUTION.pytorch(x, read, None).contiguous(memory_format=torch.channels_last)
+    y = CONVOLUTION.pytorch(x, read, None).contiguous(memory_format=torch.channels_last)
     return y, None, read if spec.product_left(call.gradient()) else None
 
 
@@ -50,16 +50,16 @@ def _gradients(
     elif wanted[1]:
         # For its own gradient only the weight's sizes are asked for, so none is cast.
         sized = read if read is not None else torch.empty_like(weight, dtype=x.dtype)
-        _, dweight, _ = _CONVOLUTION.pytorch_backward(dy, x, sized, None, (False, True))
+        _, dweight, _ = CONVOLUTION.pytorch_backward(dy, x, sized, None, (False, True))
         dweight = None if dweight is None else dweight.to(weight.dtype)
     if wanted[0] and not spec.product_left(call.gradient()):
         dx = cuda.backward_data(dy, weight, call)
     elif wanted[0]:
-        dx = _CONVOLUTION.pytorch_backward(dy, x, weight if read is None else read, None, (True, False))[0]
+        dx = CONVOLUTION.pytorch_backward(dy, x, weight if read is None else read, None, (True, False))[0]
     return dx, dweight, None
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="conv3x3",
     family="conv3x3",
     supports=spec.SUPPORTS,
@@ -71,7 +71,7 @@ _CONVOLUTION = Convolution(
     gradients=_gradients,
     also=lambda x, weight: tensor_map.unavailable() or nvrtc.refused(spec.CONV),
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def conv3x3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -85,9 +85,9 @@ def conv3x3(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor [N, O, H, W] in x's dtype (autocast's, if that is on).
     """
-    return _CONVOLUTION(cast(x), weight, None)
+    return CONVOLUTION(cast(x), weight, None)
 
 
 def conv3x3_moments(x: torch.Tensor, weight: torch.Tensor) -> Made:
     """As `conv3x3`, and the result's moments for a batch norm, as Convolution's `with_moments`."""
-    return _CONVOLUTION.with_moments(cast(x), weight, None)
+    return CONVOLUTION.with_moments(cast(x), weight, None)

@@ -5,34 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from advisor.ops import moments_cases
 from advisor.ops.conv3x3 import api, reference, spec
-from advisor.ops.family import Arguments, Case, Work
-
-
-def _inputs(
-    generator: torch.Generator,
-    n: int,
-    *,
-    call: spec.Call,
-    dtype: str,
-    weight_dtype: str,
-    weight_format: torch.memory_format,
-) -> Arguments:
-    """x [n, I, H, W] channels_last; weight [O, I, 3, 3] of a deviation that keeps y's near 1."""
-    device = generator.device
-    x = torch.randn(n, call.height, call.width, call.inputs, device=device, generator=generator)
-    weight = torch.randn(call.outputs, call.inputs, 3, 3, device=device, generator=generator)
-    weight = (weight / (9 * call.inputs) ** 0.5).to(getattr(torch, weight_dtype))
-    x = x.to(getattr(torch, dtype)).permute(0, 3, 1, 2)
-    return x.requires_grad_(), weight.contiguous(memory_format=weight_format).requires_grad_()
-
-
-def _eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As autocast runs it: the weight cast to x's dtype."""
-    return F.conv2d(x, weight.to(x.dtype), None, 1, 1)
+from advisor.ops.convolution_cases import Tensors, case
+from advisor.ops.family import Case, Work
 
 
 def _case(
@@ -45,20 +22,19 @@ def _case(
 ) -> Case:
     call = spec.call(shape, outputs)
     nbytes, flops = spec.bytes_moved(call, 2), spec.flops(call)
-    return Case(
-        name=spec.name(call.inputs, call.outputs),
-        kind=spec.name(call.inputs, call.outputs),
-        shape=shape,
-        dtype=dtype,
-        passes={
-            "forward": Work(kernels=spec.kernels(call), nbytes=nbytes[0], flops=flops[0], unit="matrix"),
-            "backward": Work(
-                kernels=spec.kernels(call, backward=True), nbytes=nbytes[1], flops=flops[1], unit="matrix"
-            ),
-        },
-        inputs=partial(_inputs, call=call, dtype=dtype, weight_dtype=weight_dtype, weight_format=weight_format),
+    kernels = spec.kernels(call), spec.kernels(call, backward=True)
+    return case(
+        api.CONVOLUTION,
+        Tensors(
+            shape, (outputs, call.inputs, 3, 3), (), dtype=dtype, weight_dtype=weight_dtype, weight_format=weight_format
+        ),
+        passes=(
+            Work(kernels=kernels[0], nbytes=nbytes[0], flops=flops[0], unit="matrix"),
+            Work(kernels=kernels[1], nbytes=nbytes[1], flops=flops[1], unit="matrix"),
+        ),
+        name=spec.name(call.inputs, outputs),
+        kind=spec.name(call.inputs, outputs),
         ours=api.conv3x3,
-        eager=_eager,
         reference=reference.conv3x3,
         wins=partial(spec.wins, call, dtype),
     )

@@ -47,7 +47,7 @@ def _forward(
     return cuda.forward(x, weight.contiguous(), bias, call, moments=moments)
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="depthwise_conv2d",
     family="depthwise",
     supports=spec.SUPPORTS,
@@ -62,7 +62,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def depthwise_conv2d(
@@ -83,7 +83,7 @@ def depthwise_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on).
     """
-    return _CONVOLUTION(cast(x), weight, bias, stride, padding, dilation)
+    return CONVOLUTION(cast(x), weight, bias, stride, padding, dilation)
 
 
 def depthwise_conv2d_moments(
@@ -95,4 +95,4 @@ def depthwise_conv2d_moments(
     dilation: int = 1,
 ) -> Made:
     """As `depthwise_conv2d`, and the result's moments for a batch norm (ops/moments.py), as Convolution's `with_moments`."""
-    return _CONVOLUTION.with_moments(cast(x), weight, bias, stride, padding, dilation)
+    return CONVOLUTION.with_moments(cast(x), weight, bias, stride, padding, dilation)

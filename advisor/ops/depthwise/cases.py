@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from advisor.ops import moments_cases
+from advisor.ops.convolution_cases import Tensors, case
 from advisor.ops.depthwise import api, reference, spec
-from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.family import Case, Work
 
 # (k, stride), (C, side): depthwise layers at 224 x 224, batch 256.
 _TRAINED = (
@@ -30,48 +30,6 @@ _DILATED = ((64, 512, 16, 12), (64, 512, 16, 24), (16, 304, 64, 12))
 _BIASED = 7  # ConvNeXt's convolutions have a bias, the others a batch norm behind them
 
 
-def _inputs(
-    generator: torch.Generator,
-    n: int,
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    weight_dtype: str,
-    kernel: int,
-    stride: int,
-    padding: tuple[int, int],
-    dilation: int,
-    bias: bool,
-) -> Arguments:
-    """x [n, C, H, W] channels_last; weight [C, 1, k, k] of deviation 1 / k; bias [C]."""
-    device = generator.device
-    _, c, h, w = shape
-    x = torch.randn(n, h, w, c, device=device, generator=generator).to(getattr(torch, dtype))
-    weight = torch.randn(c, 1, kernel, kernel, device=device, generator=generator) / kernel
-    kind = getattr(torch, weight_dtype)
-    return (
-        x.permute(0, 3, 1, 2).requires_grad_(),
-        weight.to(kind).requires_grad_(),
-        torch.randn(c, device=device, generator=generator).to(kind).requires_grad_() if bias else None,
-        stride,
-        padding,
-        dilation,
-    )
-
-
-def _eager(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: int,
-    padding: tuple[int, int],
-    dilation: int,
-) -> torch.Tensor:
-    """As autocast runs it: parameters cast to x's dtype."""
-    bias = None if bias is None else bias.to(x.dtype)
-    return F.conv2d(x, weight.to(x.dtype), bias, stride, padding, dilation, groups=x.shape[1])
-
-
 def _case(
     shape: tuple[int, ...],
     dtype: str,
@@ -88,28 +46,20 @@ def _case(
     # Bytes alone are the limit that the goals are stated against, also where fp32 arithmetic takes longer (the .cu headers).
     forward, backward = spec.bytes_moved(sized, getattr(torch, dtype).itemsize)
     kernels = spec.sources(sized, dtype)
-    return Case(
-        name=spec.name(kernel, stride, dilation, bias=bias),
-        kind=spec.kind(kernel, stride, dilation, bias=bias, channels=shape[1]),
-        shape=shape,
-        dtype=dtype,
-        passes={
-            "forward": Work(kernels=kernels[0], nbytes=forward),
-            "backward": Work(kernels=kernels[1], nbytes=backward),
-        },
-        inputs=partial(
-            _inputs,
-            shape=shape,
+    return case(
+        api.CONVOLUTION,
+        Tensors(
+            shape,
+            (shape[1], 1, kernel, kernel),
+            (stride, padding, dilation),
             dtype=dtype,
             weight_dtype=weight_dtype,
-            kernel=kernel,
-            stride=stride,
-            padding=padding,
-            dilation=dilation,
             bias=bias,
         ),
+        passes=(Work(kernels=kernels[0], nbytes=forward), Work(kernels=kernels[1], nbytes=backward)),
+        name=spec.name(kernel, stride, dilation, bias=bias),
+        kind=spec.kind(kernel, stride, dilation, bias=bias, channels=shape[1]),
         ours=api.depthwise_conv2d,
-        eager=_eager,
         reference=reference.depthwise_conv2d,
         wins=partial(
             spec.wins,

@@ -36,7 +36,7 @@ def _forward(
 ) -> tuple[Any, ...]:
     """y from the kernels or, where that is faster, PyTorch's own."""
     if spec.product_left(call, spec.FORWARD):
-        y = _CONVOLUTION.pytorch(x, weight, bias, *_numbers(call))
+        y = CONVOLUTION.pytorch(x, weight, bias, *_numbers(call))
         return y.contiguous(memory_format=torch.channels_last), None
     parts = cuda.split_weight(_dense(weight), call.groups, gradient=False)
     return cuda.forward(cuda.split(x), parts, alignment.aligned(bias), x, call), None
@@ -64,7 +64,7 @@ def _gradients(
     others = (wanted[0] and not of_input, wanted[1] and not of_weight, False)
     dx = dweight = None
     if any(others):
-        dx, dweight, _ = _CONVOLUTION.pytorch_backward(dy, x, weight, bias, others, *_numbers(call))
+        dx, dweight, _ = CONVOLUTION.pytorch_backward(dy, x, weight, bias, others, *_numbers(call))
     dbias = dy.sum((0, 2, 3)) if wanted[2] and bias is not None else None
     if of_input or of_weight:
         parts = cuda.split(dy)
@@ -76,7 +76,7 @@ def _gradients(
     return dx, dweight, dbias
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="exact_conv2d",
     family="exact_conv",
     supports=spec.SUPPORTS,
@@ -113,4 +113,4 @@ def exact_conv2d(
     """
     # cuDNN in strict fp32 ends in a misaligned address where x begins between two vectors, after which the process can use its GPU no more.
     x = alignment.realigned(cast(x))
-    return _CONVOLUTION(x, weight, bias, stride, padding, dilation, groups)
+    return CONVOLUTION(x, weight, bias, stride, padding, dilation, groups)

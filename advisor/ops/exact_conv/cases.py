@@ -7,23 +7,9 @@ from typing import Any
 
 import torch
 
+from advisor.ops.convolution_cases import Tensors, case
 from advisor.ops.exact_conv import api, reference, spec, tf32
-from advisor.ops.family import Arguments, Case, Work
-
-
-def _inputs(generator: torch.Generator, n: int, *, call: spec.Call, bias: bool, scale: float) -> Arguments:
-    """x [n, I, H, W] channels_last of deviation `scale`; weight [O, I / groups, R, S] of a deviation that keeps y's near that; bias [O]."""
-    device, nhwc = generator.device, torch.channels_last
-    inputs = call.inputs // call.groups
-    x = torch.randn(n, call.inputs, call.height, call.width, device=device, generator=generator) * scale
-    weight = torch.randn(call.outputs, inputs, call.taps_h, call.taps_w, device=device, generator=generator)
-    weight = weight / (inputs * call.taps_h * call.taps_w) ** 0.5
-    return (
-        x.contiguous(memory_format=nhwc).requires_grad_(),
-        weight.contiguous(memory_format=nhwc).requires_grad_(),
-        (torch.randn(call.outputs, device=device, generator=generator) * scale).requires_grad_() if bias else None,
-        *(call.stride, (call.pad_h, call.pad_w), call.dilation, call.groups),
-    )
+from advisor.ops.family import Case, Work
 
 
 class _Strict(torch.autograd.Function):
@@ -74,17 +60,23 @@ def _case(
     padding = (taps[0] // 2 * dilation, taps[1] // 2 * dilation) if padding is None else padding
     call = spec.call(shape, (outputs, shape[1] // groups, *taps), stride, padding, dilation, groups)
     nbytes, flops = spec.bytes_moved(call), spec.flops(call)
-    return Case(
+    return case(
+        api.CONVOLUTION,
+        Tensors(
+            shape,
+            (outputs, shape[1] // groups, *taps),
+            (stride, padding, dilation, groups),
+            dtype="float32",
+            weight_format=torch.channels_last,
+            bias=bias,
+            scale=scale,
+        ),
+        passes=(  # three fp16 products make one of fp32
+            Work(kernels=spec.SOURCES, nbytes=nbytes[0], flops=3 * flops[0], unit="float16"),
+            Work(kernels=spec.SOURCES, nbytes=nbytes[1], flops=3 * flops[1], unit="float16"),
+        ),  # three fp16 products make one of fp32
         name=spec.name(call) + (" bias" if bias else ""),
         kind=spec.KIND,
-        shape=shape,
-        dtype="float32",
-        passes={
-            # Three fp16 products make one of fp32.
-            "forward": Work(kernels=spec.SOURCES, nbytes=nbytes[0], flops=3 * flops[0], unit="float16"),
-            "backward": Work(kernels=spec.SOURCES, nbytes=nbytes[1], flops=3 * flops[1], unit="float16"),
-        },
-        inputs=partial(_inputs, call=call, bias=bias, scale=scale),
         ours=api.exact_conv2d,
         eager=_eager,
         reference=reference.exact_conv2d,

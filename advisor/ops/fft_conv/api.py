@@ -34,7 +34,7 @@ def _gradients(
     return None if dx is None else alignment.lying_as(dx, x), dweight, None
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="fft_conv2d",
     family="fft_conv",
     supports=spec.SUPPORTS,
@@ -61,4 +61,4 @@ def fft_conv2d(x: torch.Tensor, weight: torch.Tensor, padding: Pair = (0, 0)) ->
     Returns:
         A new tensor [N, O, OH, OW] in x's dtype (autocast's, if that is on) and its memory format.
     """
-    return _CONVOLUTION(cast(x), weight, None, padding)
+    return CONVOLUTION(cast(x), weight, None, padding)

@@ -63,11 +63,11 @@ def _gradients(
     sizes, compute = call
     if wanted[0]:
         numbers = sizes.stride, sizes.padding, compute
-        return _CONVOLUTION.pytorch_backward(dy, x, weight, bias, wanted, *numbers)
+        return CONVOLUTION.pytorch_backward(dy, x, weight, bias, wanted, *numbers)
     return None, *cuda.backward_weight(alignment.nhwc(dy.to(compute)), x, weight, bias, sizes)
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="first_conv2d",
     family="first_conv",
     supports=spec.SUPPORTS,
@@ -83,7 +83,7 @@ _CONVOLUTION = Convolution(
     nhwc=False,
     weight_format=torch.preserve_format,
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def first_conv2d(
@@ -104,7 +104,7 @@ def first_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on); channels_last where the kernels ran.
     """
-    return _CONVOLUTION(x, weight, bias, stride, padding, computed_in(x))
+    return CONVOLUTION(x, weight, bias, stride, padding, computed_in(x))
 
 
 def first_conv2d_moments(
@@ -115,4 +115,4 @@ def first_conv2d_moments(
     padding: Pair = (0, 0),
 ) -> Made:
     """As `first_conv2d`, and the result's moments for a batch norm, as Convolution's `with_moments`."""
-    return _CONVOLUTION.with_moments(x, weight, bias, stride, padding, computed_in(x))
+    return CONVOLUTION.with_moments(x, weight, bias, stride, padding, computed_in(x))

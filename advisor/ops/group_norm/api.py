@@ -117,7 +117,6 @@ _GROUP_NORM = Operation(
         torch.empty_like(x, dtype=dtype, memory_format=torch.channels_last),
         x.new_empty((x.shape[0], groups, 2), dtype=torch.float32),
     ),
-    layout=lambda *_: torch.channels_last,
 )
 group_norm_op = _GROUP_NORM.compiled
 

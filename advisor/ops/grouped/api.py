@@ -31,7 +31,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call
     reason = spec.forward_wins(call.group, call.stride)
     if reason:
         fell_back[reason] += 1
-        y = _CONVOLUTION.pytorch(x, weight, None, call.stride, call.channels // call.group)
+        y = CONVOLUTION.pytorch(x, weight, None, call.stride, call.channels // call.group)
         return y.contiguous(memory_format=torch.channels_last), None
     engaged[spec.name(call.group, call.stride)] += 1
     return cuda.forward(x, weight, call, moments=moments and not spec.leaves_moments(call.group, call.stride))
@@ -48,7 +48,7 @@ def _gradients(
     return cuda.backward_data(dy, weight, call) if wanted[0] else None, dweight, None
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="grouped_conv2d",
     family="grouped",
     supports=spec.SUPPORTS,
@@ -60,7 +60,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
@@ -74,9 +74,9 @@ def grouped_conv2d(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: i
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on).
     """
-    return _CONVOLUTION(cast(x), weight, None, stride, groups)
+    return CONVOLUTION(cast(x), weight, None, stride, groups)
 
 
 def grouped_conv2d_moments(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> Made:
     """As `grouped_conv2d`, and the result's moments for a batch norm, as Convolution's `with_moments`."""
-    return _CONVOLUTION.with_moments(cast(x), weight, None, stride, groups)
+    return CONVOLUTION.with_moments(cast(x), weight, None, stride, groups)

@@ -5,36 +5,11 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 
 from advisor.ops import moments_cases
-from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.convolution_cases import Tensors, case
+from advisor.ops.family import Case, Work
 from advisor.ops.grouped import api, reference, spec, wide
-
-
-def _inputs(
-    generator: torch.Generator,
-    n: int,
-    *,
-    shape: tuple[int, ...],
-    dtype: str,
-    weight_dtype: str,
-    stride: int,
-    groups: int,
-    weight_format: torch.memory_format,
-) -> Arguments:
-    """x [n, C, H, W] channels_last; weight [C, C / groups, 3, 3] of a deviation that keeps y's near 1."""
-    device = generator.device
-    _, c, h, w = shape
-    x = torch.randn(n, h, w, c, device=device, generator=generator).to(getattr(torch, dtype))
-    weight = torch.randn(c, c // groups, 3, 3, device=device, generator=generator) / (9 * c // groups) ** 0.5
-    weight = weight.to(getattr(torch, weight_dtype)).contiguous(memory_format=weight_format)
-    return x.permute(0, 3, 1, 2).requires_grad_(), weight.requires_grad_(), stride, groups
-
-
-def _eager(x: torch.Tensor, weight: torch.Tensor, stride: int, groups: int) -> torch.Tensor:
-    """As autocast runs it: the weight cast to x's dtype."""
-    return F.conv2d(x, weight.to(x.dtype), None, stride, 1, 1, groups)
 
 
 def _case(
@@ -55,26 +30,23 @@ def _case(
         forward, gradient = (wide.CONVOLUTION,), (wide.CONVOLUTION, gradient[1])
     if spec.has_wide_weight(group, stride):
         gradient = gradient[0], wide.BACKWARD_WEIGHT
-    return Case(
-        name=spec.name(group, stride),
-        kind=spec.name(group, stride),
-        shape=shape,
-        dtype=dtype,
-        passes={
-            "forward": Work(kernels=forward, nbytes=nbytes[0], flops=flops[0], unit="matrix"),
-            "backward": Work(kernels=gradient, nbytes=nbytes[1], flops=flops[1], unit="matrix"),
-        },
-        inputs=partial(
-            _inputs,
-            shape=shape,
+    return case(
+        api.CONVOLUTION,
+        Tensors(
+            shape,
+            (shape[1], group, 3, 3),
+            (stride, groups),
             dtype=dtype,
             weight_dtype=weight_dtype,
-            stride=stride,
-            groups=groups,
             weight_format=weight_format,
         ),
+        passes=(
+            Work(kernels=forward, nbytes=nbytes[0], flops=flops[0], unit="matrix"),
+            Work(kernels=gradient, nbytes=nbytes[1], flops=flops[1], unit="matrix"),
+        ),
+        name=spec.name(group, stride),
+        kind=spec.name(group, stride),
         ours=api.grouped_conv2d,
-        eager=_eager,
         reference=reference.grouped_conv2d,
         wins=partial(spec.wins, dtype=dtype, group=group, stride=stride),
     )

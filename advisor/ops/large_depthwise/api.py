@@ -53,7 +53,7 @@ def _gradients(
     return dx, dweight, dbias
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="large_depthwise_conv2d",
     family="large_depthwise",
     supports=spec.SUPPORTS,
@@ -68,7 +68,7 @@ _CONVOLUTION = Convolution(
     nhwc=False,
     replays=False,
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def large_depthwise_conv2d(
@@ -84,4 +84,4 @@ def large_depthwise_conv2d(
     Returns:
         A new tensor [N, C, OH, OW] in x's dtype (autocast's, if that is on) and its memory format.
     """
-    return _CONVOLUTION(cast(x), weight, bias, padding)
+    return CONVOLUTION(cast(x), weight, bias, padding)

@@ -47,7 +47,7 @@ def _gradients(
     return dx, None if dweight is None else dweight.to(weight.dtype), None
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="pointwise_conv2d",
     family="pointwise",
     supports=spec.SUPPORTS,
@@ -72,12 +72,12 @@ def pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor [N, CO, H, W] in x's dtype (autocast's, if that is on).
     """
-    return _CONVOLUTION(cast(x), weight, None)
+    return CONVOLUTION(cast(x), weight, None)
 
 
 def pointwise_conv2d_moments(x: torch.Tensor, weight: torch.Tensor) -> Made:
     """As `pointwise_conv2d`, and the result's moments for a batch norm, as Convolution's `with_moments`."""
-    return _CONVOLUTION.with_moments(cast(x), weight, None)
+    return CONVOLUTION.with_moments(cast(x), weight, None)
 
 
 class _BatchNormActPointwise(Function):
@@ -186,7 +186,7 @@ def _convolved(
     y: torch.Tensor, conv_weight: torch.Tensor, *, moments: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The convolution and, if asked for and the kernel is what makes it, its moments; without gradients."""
-    reason = _CONVOLUTION.refusal(y, conv_weight, None) if moments else "its moments are not asked for"
+    reason = CONVOLUTION.refusal(y, conv_weight, None) if moments else "its moments are not asked for"
     if reason:
         return F.conv2d(y, conv_weight), None
     engaged[spec.name(y.shape[1], conv_weight.shape[0])] += 1

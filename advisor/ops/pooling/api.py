@@ -1,11 +1,8 @@
-"""Max, average and global average pooling: the bundled kernels, or PyTorch's own operations.
-
-For each, two entries over the same kernels: a plain function for eager code (thin: an autograd.Function) and an operation in
-torch.library (fake kernel, autograd) for graphs that Inductor compiles.
-"""
+"""Max, average and global average pooling: the bundled kernels, or PyTorch's own operations."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,6 +11,7 @@ from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.function import Function
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
@@ -42,15 +40,10 @@ def _unsupported(
     return spec.unsupported_window(window, height=shape[2], width=shape[3])
 
 
-def _refused(operation: str, x: torch.Tensor, window: Window | None, other: str = "") -> bool:
-    """Whether PyTorch's own operation is to run; counts which of both it is. `other`: why it is, for what x does not tell."""
+def _refusal(operation: str, x: torch.Tensor, window: Window | None, other: str = "") -> str:
+    """Why PyTorch's own operation runs; empty when the kernels do. `other`: why it is, for what x does not tell."""
     wins = spec.wins(operation, dtype=storage.name(x.dtype), nbytes=x.numel() * x.element_size())
-    reason = dispatch.refusal(unsupported(x, window) or other, wins)
-    if reason:
-        fell_back[reason] += 1
-        return True
-    engaged[operation] += 1
-    return False
+    return dispatch.refusal(unsupported(x, window) or other, wins)
 
 
 def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
@@ -71,23 +64,61 @@ def _to_chosen(dy: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> to
     return flat.scatter_add(2, at, dy.reshape(at.shape)).view(shape)
 
 
-class _MaxPool(Function):
-    replays = True
+def _window(_x: object, *arguments: Any) -> Window:
+    return spec.window(*arguments)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
-        y, index = cuda.max_pool_forward(x, window, indices=ctx.needs_input_grad[0])
-        Function.keep(ctx, index)
-        ctx.shape, ctx.window = tuple(x.shape), window
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        (index,) = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            return _to_chosen(dy, flat_indices(index, ctx.shape, ctx.window), ctx.shape), None
-        return cuda.max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window), None
+def _pooled(shape: Sequence[int], window: Window) -> tuple[int, int, int, int]:
+    n, c, h, w = shape
+    return n, c, *window.output(h, w)
+
+
+def _read(x: torch.Tensor, *others: Any) -> tuple[Any, ...]:
+    return alignment.nhwc(x), *others
+
+
+def _max_forward(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    *,
+    kept: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """y, and the positions of the maxima (bytes, like y)."""
+    return cuda.max_pool_forward(x, _window(x, kernel, stride, padding, dilation, ceil_mode), indices=kept)
+
+
+def _max_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    shape = arguments[0]
+    return (cuda.max_pool_backward(alignment.nhwc(dy), alignment.nhwc(saved[0]), shape, _window(*arguments)),)
+
+
+def _max_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    shape = arguments[0]
+    return (_to_chosen(dy, flat_indices(saved[0], shape, _window(*arguments)), shape),)
+
+
+def _max_fake(x: torch.Tensor, *window: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = _pooled(x.shape, _window(x, *window))
+    return alignment.empty_nhwc(shape, x), alignment.empty_nhwc(shape, x, torch.uint8)
+
+
+_MAX_POOL = Operation(
+    name="max_pool2d",
+    family="pooling",
+    forward=_max_forward,
+    backward=_max_backward,
+    shaped=True,
+    twice=_max_twice,
+    pytorch=F.max_pool2d,
+    refusal=lambda x, *window: _refusal("max_pool", x, _window(x, *window)),
+    label=lambda *_: "max_pool",
+    readable=_read,
+    fake=_max_fake,
+)
 
 
 class _BiasReluMaxPool(Function):
@@ -113,50 +144,64 @@ class _BiasReluMaxPool(Function):
         return dx, dbias.to(ctx.dtype), None
 
 
-class _AvgPool(Function):
-    replays = True
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
-    ) -> torch.Tensor:
-        ctx.shape, ctx.call = tuple(x.shape), (window, count_include_pad, divisor_override)
-        return cuda.avg_pool_forward(x, window, count_include_pad, divisor_override)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        window, count_include_pad, divisor_override = ctx.call
-        if differentiable.wanted(dy):
-            like = dy.new_zeros(()).expand(ctx.shape)  # only its shape is read
-            dx = torch.ops.aten.avg_pool2d_backward(
-                dy,
-                like,
-                window.kernel,
-                window.stride,
-                window.padding,
-                window.ceil_mode,
-                count_include_pad,
-                divisor_override,
-            )
-            return dx, None, None, None
-        return cuda.avg_pool_backward(alignment.nhwc(dy), ctx.shape, *ctx.call), None, None, None
+def _avg_forward(
+    x: torch.Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    ceil_mode: bool,
+    count_include_pad: bool,
+    divisor_override: int | None,
+) -> torch.Tensor:
+    window = _window(x, kernel, stride, padding, (1, 1), ceil_mode)
+    return cuda.avg_pool_forward(x, window, count_include_pad, divisor_override)
 
 
-class _GlobalAvgPool(Function):
-    replays = True
+def _avg_backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
+    shape, *window, ceil_mode, count_include_pad, divisor_override = arguments
+    call = _window(shape, *window, (1, 1), ceil_mode), count_include_pad, divisor_override
+    return (cuda.avg_pool_backward(alignment.nhwc(dy), shape, *call),)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.shape = tuple(x.shape)
-        return cuda.global_avg_pool_forward(x)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        if differentiable.wanted(dy):
-            return (dy / (ctx.shape[2] * ctx.shape[3])).expand(ctx.shape)
-        return cuda.global_avg_pool_backward(alignment.aligned(dy), ctx.shape)
+def _avg_twice(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
+    shape, *call = arguments
+    like = dy.new_zeros(()).expand(shape)  # only its shape is read
+    return (torch.ops.aten.avg_pool2d_backward(dy, like, *call),)
+
+
+_AVG_POOL = Operation(
+    name="avg_pool2d",
+    family="pooling",
+    forward=_avg_forward,
+    backward=_avg_backward,
+    shaped=True,
+    twice=_avg_twice,
+    pytorch=F.avg_pool2d,
+    refusal=lambda x, *call: _refusal("avg_pool", x, _window(x, *call[:3], (1, 1), call[3])),
+    label=lambda *_: "avg_pool",
+    readable=_read,
+    fake=lambda x, *call: alignment.empty_nhwc(_pooled(x.shape, _window(x, *call[:3], (1, 1), call[3])), x),
+)
+
+
+def _global_twice(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
+    (shape,) = arguments
+    return ((dy / (shape[2] * shape[3])).expand(shape),)
+
+
+_GLOBAL_AVG_POOL = Operation(
+    name="global_avg_pool2d",
+    family="pooling",
+    forward=cuda.global_avg_pool_forward,
+    backward=lambda dy, arguments, _saved: (cuda.global_avg_pool_backward(alignment.aligned(dy), *arguments),),
+    shaped=True,
+    twice=_global_twice,
+    pytorch=lambda x: x.mean((2, 3), keepdim=True),
+    refusal=lambda x: _refusal("global_avg_pool", x, None),
+    label=lambda *_: "global_avg_pool",
+    readable=_read,
+    fake=lambda x: alignment.empty_nhwc((x.shape[0], x.shape[1], 1, 1), x),
+)
 
 
 def max_pool2d(
@@ -172,11 +217,7 @@ def max_pool2d(
     Args:
         x: [N, C, H, W]; the kernels take channels_last fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's operation.
     """
-    window = spec.window(kernel, stride, padding, dilation, ceil_mode)
-    if _refused("max_pool", x, window):
-        return F.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
-    result: torch.Tensor = _MaxPool.apply(x, window)
-    return result
+    return _MAX_POOL(x, kernel, stride, padding, dilation, ceil_mode)
 
 
 def bias_relu_max_pool2d(
@@ -196,9 +237,12 @@ def bias_relu_max_pool2d(
     """
     window = spec.window(kernel, stride, padding, dilation, ceil_mode)
     elsewhere = "not all on one device" if bias.device != x.device else ""
-    if _refused(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere):
+    reason = _refusal(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere)
+    if reason:
+        fell_back[reason] += 1
         z = F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1))
         return F.max_pool2d(z, kernel, stride, padding, dilation, ceil_mode)
+    engaged[spec.BIAS_RELU] += 1
     result: torch.Tensor = _BiasReluMaxPool.apply(x, bias, window)
     return result
 
@@ -213,204 +257,9 @@ def avg_pool2d(
     divisor_override: int | None = None,
 ) -> torch.Tensor:
     """[N, C, OH, OW]: the mean of each window, as F.avg_pool2d. x as in `max_pool2d`."""
-    window = spec.window(kernel, stride, padding, ceil_mode=ceil_mode)
-    if _refused("avg_pool", x, window):
-        return F.avg_pool2d(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
-    result: torch.Tensor = _AvgPool.apply(x, window, count_include_pad, divisor_override)
-    return result
+    return _AVG_POOL(x, kernel, stride, padding, ceil_mode, count_include_pad, divisor_override)
 
 
 def global_avg_pool2d(x: torch.Tensor) -> torch.Tensor:
     """[N, C, 1, 1]: the mean over all pixels, as x.mean((2, 3), keepdim=True). x as in `max_pool2d`."""
-    if _refused("global_avg_pool", x, None):
-        return x.mean((2, 3), keepdim=True)
-    result: torch.Tensor = _GlobalAvgPool.apply(x)
-    return result
-
-
-def _pair(values: list[int]) -> Pair:
-    first, second = values
-    return first, second
-
-
-def _window(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool) -> Window:
-    """A window from the lists that torch.library passes."""
-    return spec.window(_pair(kernel), _pair(stride), _pair(padding), _pair(dilation), ceil_mode)
-
-
-def _shape4(shape: Any) -> tuple[int, int, int, int]:
-    n, c, h, w = shape
-    return n, c, h, w
-
-
-# For compiled graphs. CUDA only: the rewrite has checked what can be checked in a graph, and the layout is made right here.
-
-
-@torch.library.custom_op("advisor::max_pool2d", mutates_args=())
-def max_pool2d_op(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `max_pool2d`; returns y and positions (bytes, like y)."""
-    engaged["max_pool"] += 1
-    return cuda.max_pool_forward(alignment.nhwc(x), _window(kernel, stride, padding, dilation, ceil_mode), indices=True)
-
-
-@max_pool2d_op.register_fake
-def _(
-    x: torch.Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    window = _window(kernel, stride, padding, dilation, ceil_mode)
-    shape = (x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))
-    return alignment.empty_nhwc(_shape4(shape), x), alignment.empty_nhwc(_shape4(shape), x, torch.uint8)
-
-
-@torch.library.custom_op("advisor::max_pool2d_backward", mutates_args=())
-def max_pool2d_backward_op(
-    dy: torch.Tensor,
-    index: torch.Tensor,
-    shape: list[int],
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> torch.Tensor:
-    """The gradient of `advisor::max_pool2d`."""
-    window = _window(kernel, stride, padding, dilation, ceil_mode)
-    return cuda.max_pool_backward(alignment.nhwc(dy), alignment.nhwc(index), _shape4(shape), window)
-
-
-@max_pool2d_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    index: torch.Tensor,
-    shape: list[int],
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> torch.Tensor:
-    return alignment.empty_nhwc(_shape4(shape), dy)
-
-
-def _max_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    ctx.shape, ctx.window = list(inputs[0].shape), inputs[1:]
-    ctx.save_for_backward(output[1])
-    ctx.mark_non_differentiable(output[1])
-
-
-def _max_backward(ctx: Any, dy: torch.Tensor, _index: Any) -> tuple[Any, ...]:
-    (index,) = ctx.saved_tensors
-    return max_pool2d_backward_op(dy, index, ctx.shape, *ctx.window), None, None, None, None, None
-
-
-max_pool2d_op.register_autograd(_max_backward, setup_context=_max_setup)
-
-_NO_DILATION = [1, 1]
-
-
-@torch.library.custom_op("advisor::avg_pool2d", mutates_args=())
-def avg_pool2d_op(
-    x: torch.Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> torch.Tensor:
-    """As `avg_pool2d`."""
-    engaged["avg_pool"] += 1
-    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return cuda.avg_pool_forward(alignment.nhwc(x), window, count_include_pad, divisor_override)
-
-
-@avg_pool2d_op.register_fake
-def _(
-    x: torch.Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> torch.Tensor:
-    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return alignment.empty_nhwc(_shape4((x.shape[0], x.shape[1], *window.output(x.shape[2], x.shape[3]))), x)
-
-
-@torch.library.custom_op("advisor::avg_pool2d_backward", mutates_args=())
-def avg_pool2d_backward_op(
-    dy: torch.Tensor,
-    shape: list[int],
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> torch.Tensor:
-    """The gradient of `advisor::avg_pool2d`."""
-    window = _window(kernel, stride, padding, _NO_DILATION, ceil_mode)
-    return cuda.avg_pool_backward(alignment.nhwc(dy), _shape4(shape), window, count_include_pad, divisor_override)
-
-
-@avg_pool2d_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    shape: list[int],
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    ceil_mode: bool,
-    count_include_pad: bool,
-    divisor_override: int | None,
-) -> torch.Tensor:
-    return alignment.empty_nhwc(_shape4(shape), dy)
-
-
-def _avg_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.shape, ctx.call = list(inputs[0].shape), inputs[1:]
-
-
-def _avg_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    return avg_pool2d_backward_op(dy, ctx.shape, *ctx.call), None, None, None, None, None, None
-
-
-avg_pool2d_op.register_autograd(_avg_backward, setup_context=_avg_setup)
-
-
-@torch.library.custom_op("advisor::global_avg_pool2d", mutates_args=())
-def global_avg_pool2d_op(x: torch.Tensor) -> torch.Tensor:
-    """As `global_avg_pool2d`."""
-    engaged["global_avg_pool"] += 1
-    return cuda.global_avg_pool_forward(alignment.nhwc(x))
-
-
-@global_avg_pool2d_op.register_fake
-def _(x: torch.Tensor) -> torch.Tensor:
-    return alignment.empty_nhwc((x.shape[0], x.shape[1], 1, 1), x)
-
-
-@torch.library.custom_op("advisor::global_avg_pool2d_backward", mutates_args=())
-def global_avg_pool2d_backward_op(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """The gradient of `advisor::global_avg_pool2d`."""
-    return cuda.global_avg_pool_backward(alignment.aligned(dy), _shape4(shape))
-
-
-@global_avg_pool2d_backward_op.register_fake
-def _(dy: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    return alignment.empty_nhwc(_shape4(shape), dy)
-
-
-def _global_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    ctx.shape = list(inputs[0].shape)
-
-
-def _global_backward(ctx: Any, dy: torch.Tensor) -> torch.Tensor:
-    dx: torch.Tensor = global_avg_pool2d_backward_op(dy, ctx.shape)
-    return dx
-
-
-global_avg_pool2d_op.register_autograd(_global_backward, setup_context=_global_setup)
+    return _GLOBAL_AVG_POOL(x)

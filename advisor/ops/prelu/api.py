@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, is_nhwc, nhwc
-from advisor.ops.function import Function
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 from advisor.ops.prelu import cuda, reference, spec
-
-engaged, fell_back = dispatch.counters("prelu")
 
 
 def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
@@ -38,22 +35,25 @@ def _fp32(weight: torch.Tensor) -> torch.Tensor:
     return aligned(weight.float())
 
 
-class _Prelu(Function):
-    replays = True
+def _forward(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return cuda.forward(x, _fp32(weight))
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        Function.keep(ctx, x, weight)
-        return cuda.forward(x, _fp32(weight))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        x, weight = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            return differentiable.gradients(reference.prelu, dy, (x, weight))
-        dx, dweight = cuda.backward(nhwc(dy), x, _fp32(weight))
-        return dx, dweight.to(weight.dtype)
+def _backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
+    x, weight = arguments
+    dx, dweight = cuda.backward(nhwc(dy), x, _fp32(weight))
+    return dx, dweight.to(weight.dtype)
+
+
+_PRELU = Operation(
+    name="prelu",
+    forward=_forward,
+    backward=_backward,
+    pytorch=reference.prelu,
+    refusal=_refusal,
+    label=lambda *_: "prelu",
+    compiles=False,
+)
 
 
 def prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -66,10 +66,4 @@ def prelu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Returns:
         A new tensor like x.
     """
-    reason = _refusal(x, weight)
-    if reason:
-        fell_back[reason] += 1
-        return reference.prelu(x, weight)
-    engaged["prelu"] += 1
-    result: torch.Tensor = _Prelu.apply(x, weight)
-    return result
+    return _PRELU(x, weight)

@@ -80,7 +80,6 @@ _SQUEEZE_EXCITE = Operation(
         torch.empty_like(x, memory_format=torch.channels_last),
         x.new_empty(x.shape[0] * (2 * x.shape[1] + w1.shape[0]), dtype=torch.float32),
     ),
-    layout=lambda *_: torch.channels_last,
 )
 squeeze_excite_op = _SQUEEZE_EXCITE.compiled
 

@@ -26,7 +26,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call
     read = weight.to(x.dtype)
     if not spec.product_left(call, spec.FORWARD):
         return cuda.forward(x, alignment.aligned(read), call), None, read
-    return _CONVOLUTION.pytorch(x, read, None).contiguous(memory_format=torch.channels_last), None, read
+    return CONVOLUTION.pytorch(x, read, None).contiguous(memory_format=torch.channels_last), None, read
 
 
 def _gradients(
@@ -46,15 +46,15 @@ def _gradients(
     if wanted[1] and not spec.product_left(call, spec.WEIGHT):
         _, dweight = dense_gradients(dy, cuda.gather(x, call), read, (False, True))
     elif wanted[1]:
-        _, dweight, _ = _CONVOLUTION.pytorch_backward(dy, x, read, None, (False, True))
+        _, dweight, _ = CONVOLUTION.pytorch_backward(dy, x, read, None, (False, True))
     if wanted[0] and not spec.product_left(call, spec.GRADIENT):
         dx = cuda.backward_data(dy, alignment.aligned(read), call)
     elif wanted[0]:
-        dx = _CONVOLUTION.pytorch_backward(dy, x, read, None, (True, False))[0]
+        dx = CONVOLUTION.pytorch_backward(dy, x, read, None, (True, False))[0]
     return dx, None if dweight is None else dweight.to(weight.dtype), None
 
 
-_CONVOLUTION = Convolution(
+CONVOLUTION = Convolution(
     name="strided_pointwise_conv2d",
     family="strided_pointwise",
     supports=spec.SUPPORTS,
@@ -65,7 +65,7 @@ _CONVOLUTION = Convolution(
     forward=_forward,
     gradients=_gradients,
 )
-unsupported = _CONVOLUTION.unsupported
+unsupported = CONVOLUTION.unsupported
 
 
 def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -79,4 +79,4 @@ def strided_pointwise_conv2d(x: torch.Tensor, weight: torch.Tensor) -> torch.Ten
     Returns:
         A new tensor [N, O, ceil(H / 2), ceil(W / 2)] in x's dtype (autocast's, if that is on).
     """
-    return _CONVOLUTION(cast(x), weight, None)
+    return CONVOLUTION(cast(x), weight, None)

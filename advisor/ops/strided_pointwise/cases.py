@@ -4,41 +4,24 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
-from torch.nn import functional as F
-
-from advisor.ops.family import Arguments, Case, Work
+from advisor.ops.convolution_cases import Tensors, case
+from advisor.ops.family import Case, Work
 from advisor.ops.strided_pointwise import api, reference, spec
-
-
-def _inputs(generator: torch.Generator, n: int, *, call: spec.Call, dtype: str) -> Arguments:
-    """x [n, I, H, W] channels_last; weight [O, I, 1, 1] fp32, of a deviation that keeps y's near 1."""
-    device = generator.device
-    x = torch.randn(n, call.height, call.width, call.inputs, device=device, generator=generator)
-    weight = torch.randn(call.outputs, call.inputs, 1, 1, device=device, generator=generator) / call.inputs**0.5
-    return x.to(getattr(torch, dtype)).permute(0, 3, 1, 2).requires_grad_(), weight.requires_grad_()
-
-
-def _eager(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As autocast runs it: the weight cast to x's dtype."""
-    return F.conv2d(x, weight.to(x.dtype), None, spec.STRIDE)
 
 
 def _case(shape: tuple[int, ...], outputs: int, dtype: str = "bfloat16") -> Case:
     call = spec.call(shape, outputs)
     nbytes, flops = spec.bytes_moved(call, 2), spec.flops(call)
-    return Case(
-        name=spec.name(call.inputs, call.outputs),
+    return case(
+        api.CONVOLUTION,
+        Tensors(shape, (outputs, call.inputs, 1, 1), (), dtype=dtype),
+        passes=(
+            Work(kernels=(spec.PRODUCT,), nbytes=nbytes[0], flops=flops[0], unit="matrix"),
+            Work(kernels=(spec.PRODUCT, spec.GATHER), nbytes=nbytes[1], flops=flops[1], unit="matrix"),
+        ),
+        name=spec.name(call.inputs, outputs),
         kind=spec.KIND,
-        shape=shape,
-        dtype=dtype,
-        passes={
-            "forward": Work(kernels=(spec.PRODUCT,), nbytes=nbytes[0], flops=flops[0], unit="matrix"),
-            "backward": Work(kernels=(spec.PRODUCT, spec.GATHER), nbytes=nbytes[1], flops=flops[1], unit="matrix"),
-        },
-        inputs=partial(_inputs, call=call, dtype=dtype),
         ours=api.strided_pointwise_conv2d,
-        eager=_eager,
         reference=reference.strided_pointwise_conv2d,
         wins=partial(spec.wins, call, dtype),
     )

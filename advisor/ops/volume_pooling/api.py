@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -9,23 +10,20 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
-from advisor.ops.function import Function
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 from advisor.ops.volume_pooling import cuda, reference, spec
 from advisor.ops.volume_pooling.spec import Triple, Window
 
-engaged, fell_back = dispatch.counters("volume_pooling")
 
-
-def _refused(operation: str, x: torch.Tensor, window: Window) -> bool:
-    """Whether PyTorch's own operation is to run; counts which of both it is."""
-    reason = nvrtc.on_device(x) or dispatch.refusal(
+def _refusal(operation: str, x: torch.Tensor, window: Window) -> str:
+    """Why PyTorch's own operation runs; empty when the kernels do."""
+    return nvrtc.on_device(x) or dispatch.refusal(
         *_standing(operation, x.shape, alignment.is_ndhwc(x), x.dtype, window, x.device.index or 0)
     )
-    if reason:
-        fell_back[reason] += 1
-        return True
-    engaged[operation] += 1
-    return False
+
+
+def _window(_x: object, *arguments: Any) -> Window:
+    return spec.window(*arguments)
 
 
 @lru_cache(maxsize=4096)
@@ -45,25 +43,6 @@ def _standing(
     return unsupported, spec.wins(operation, dtype=name)
 
 
-class _MaxPool3d(Function):
-    replays = True
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
-        y, index = cuda.max_pool3d_forward(x, window, indices=ctx.needs_input_grad[0])
-        Function.keep(ctx, index)
-        ctx.shape, ctx.window = tuple(x.shape), window
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        (index,) = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            return _to_chosen(dy, index, ctx.shape, ctx.window), None
-        return cuda.max_pool3d_backward(alignment.dense(dy, torch.channels_last_3d), index, ctx.shape, ctx.window), None
-
-
 def _to_chosen(dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
     """dx in differentiable torch ops: each of dy added to the element that its window has chosen."""
     at = index.long()
@@ -80,24 +59,53 @@ def _to_chosen(dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...], wi
     return plain.scatter_add(2, chosen, dy.reshape(chosen.shape)).view(shape)
 
 
-class _AvgPool3d(Function):
-    replays = True
+def _max_forward(
+    x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int], *, kept: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, index = cuda.max_pool3d_forward(x, _window(x, kernel, stride, padding), indices=kept)
+    return y, index  # type: ignore[return-value]  # None where no backward follows; a schema knows no such result
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, window: Window) -> torch.Tensor:
-        ctx.shape, ctx.window = tuple(x.shape), window
-        return cuda.avg_pool3d_forward(x, window)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        if differentiable.wanted(dy):
-            like = torch.zeros((), dtype=dy.dtype, device=dy.device).expand(
-                ctx.shape
-            )  # only its shape is read; dy may be a batch
-            kernel, stride, _ = ctx.window
-            return differentiable.gradient(lambda x: reference.avg_pool3d(x, kernel, stride), dy, like), None
-        return cuda.avg_pool3d_backward(alignment.dense(dy, torch.channels_last_3d), ctx.shape, ctx.window), None
+def _max_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    return (cuda.max_pool3d_backward(_dense(dy), saved[0], arguments[0], _window(*arguments)),)
+
+
+def _avg_forward(x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    return cuda.avg_pool3d_forward(x, _window(x, kernel, stride))
+
+
+def _avg_backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
+    return (cuda.avg_pool3d_backward(_dense(dy), arguments[0], _window(*arguments)),)
+
+
+def _dense(dy: torch.Tensor) -> torch.Tensor:
+    return alignment.dense(dy, torch.channels_last_3d)
+
+
+_MAX_POOL = Operation(
+    name="max_pool3d",
+    family="volume_pooling",
+    forward=_max_forward,
+    backward=_max_backward,
+    shaped=True,
+    twice=lambda dy, arguments, saved: (_to_chosen(dy, saved[0], arguments[0], _window(*arguments)),),
+    pytorch=F.max_pool3d,
+    refusal=lambda x, *window: _refusal("max_pool3d", x, _window(x, *window)),
+    label=lambda *_: "max_pool3d",
+    compiles=False,
+)
+_AVG_POOL = Operation(
+    name="avg_pool3d",
+    family="volume_pooling",
+    forward=_avg_forward,
+    backward=_avg_backward,
+    shaped=True,
+    twice=lambda dy, arguments, _saved: differentiable.shaped(dy, reference.avg_pool3d, *arguments),
+    pytorch=reference.eager_avg_pool3d,
+    refusal=lambda x, *window: _refusal("avg_pool3d", x, _window(x, *window)),
+    label=lambda *_: "avg_pool3d",
+    compiles=False,
+)
 
 
 def max_pool3d(x: torch.Tensor, kernel: Triple, stride: Triple, padding: Triple = (0, 0, 0)) -> torch.Tensor:
@@ -106,17 +114,9 @@ def max_pool3d(x: torch.Tensor, kernel: Triple, stride: Triple, padding: Triple 
     Args:
         x: [N, C, D, H, W]; the kernels take channels_last_3d fp16, bf16 or fp32 on CUDA, everything else runs PyTorch's operation.
     """
-    window = spec.window(kernel, stride, padding)
-    if _refused("max_pool3d", x, window):
-        return F.max_pool3d(x, *window)
-    result: torch.Tensor = _MaxPool3d.apply(x, window)
-    return result
+    return _MAX_POOL(x, kernel, stride, padding)
 
 
 def avg_pool3d(x: torch.Tensor, kernel: Triple, stride: Triple) -> torch.Tensor:
     """The mean of each window, without padding; as `max_pool3d`."""
-    window = spec.window(kernel, stride)
-    if _refused("avg_pool3d", x, window):
-        return reference.eager_avg_pool3d(x, kernel, stride)
-    result: torch.Tensor = _AvgPool3d.apply(x, window)
-    return result
+    return _AVG_POOL(x, kernel, stride)
