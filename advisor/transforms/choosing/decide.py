@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from advisor.core.units import time_text
+
 # Rates that a limit is told from were measured in other work, and a kernel may be this much faster.
 RATES_ERROR = 1.1
 LEAST_GAIN = 0.02  # of the usual way's time: less is not worth a detour
@@ -76,13 +78,12 @@ def _refusal(other: Timed, usual: Timed, least_us: float, allowed: float) -> str
         return f"error {other.error:.1e}, where {allowed:.1e} is allowed"
     gain = 1.0 - other.typical_us / usual.typical_us
     if gain < LEAST_GAIN or max(other.times_us) >= min(usual.times_us):
-        return f"{other.typical_us:.1f} µs, which is not faster beyond noise than {usual.typical_us:.1f} µs"
+        return f"{time_text(other.typical_us)}, which is not faster beyond noise than {time_text(usual.typical_us)}"
     return ""
 
 
 def _below(timed: Timed, least_us: float) -> str:
     if least_us > RATES_ERROR * min(timed.times_us):
-        return (
-            f"error: {timed.way} took {min(timed.times_us):.1f} µs, and this machine needs {least_us:.1f} µs at least"
-        )
+        took, least = time_text(min(timed.times_us)), time_text(least_us)
+        return f"error: {timed.way} took {took}, and this machine needs {least} at least"
     return ""
