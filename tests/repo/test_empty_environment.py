@@ -132,6 +132,8 @@ ELSEWHERE = {
     "make test": ".ci/run",
     "pip install cnn-advisor": "",
     "pip install 'cnn-advisor[cuda13]'": "",
+    "pip install .": "tests/installed.py",  # its wheel, with what it declares
+    "pip install '.[cuda13]'": "",
     "pip install -e '.[test]'": "Makefile",
 }
 

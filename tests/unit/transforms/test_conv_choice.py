@@ -46,7 +46,7 @@ def test_the_fastest_way_that_is_right_is_taken() -> None:
         (other(error=math.nan), "error nan"),
         (other(failed="no memory"), "no memory"),
         (other(times=()), "the time for it was over"),
-        (other(times=(40.0, 80.0)), "error: nhwc took 40.0 µs, and this machine needs 50.0 µs at least"),
+        (other(times=(40.0, 80.0)), "error: nhwc took 40 µs, and this machine needs 50 µs at least"),
         (other(times=(70.0, 100.5)), "not faster beyond noise"),  # one of its times is the usual way's
         (other(times=(99.5,)), "not faster beyond noise"),  # too little
     ],
@@ -60,7 +60,7 @@ def test_what_is_wrong_or_no_faster_is_refused(timed: Timed, reason: str) -> Non
 def test_where_the_usual_way_is_below_the_speed_of_light_no_time_is_believed() -> None:
     choice = decide(AS_IT_WAS, [other()], least_us=200.0)
     assert choice.way == USUAL
-    assert choice.refused["nhwc"].startswith("error: as usual took 100.0 µs")
+    assert choice.refused["nhwc"].startswith("error: as usual took 100 µs")
     with pytest.raises(ValueError, match="was not timed"):
         decide(Timed(way=USUAL), [other()], least_us=0.0)
 
@@ -206,7 +206,7 @@ def test_a_time_below_the_speed_of_light_is_refused(running) -> None:
     F.conv2d(torch.randn(1, 2, 9, 9), torch.randn(2, 2, 3, 3))
     (choice,) = found.chosen.values()
     assert choice.way == USUAL
-    assert "error: as usual took 100.0 µs, and this machine needs" in choice.refused["nhwc"]
+    assert "error: as usual took 100 µs, and this machine needs" in choice.refused["nhwc"]
 
 
 def test_a_way_that_is_wrong_is_not_taken(running, monkeypatch: pytest.MonkeyPatch) -> None:
