@@ -56,6 +56,19 @@ def yardstick(plain: PlainStep, semantics: Semantics) -> Yardstick | None:
     return None
 
 
+def more_noise(plain: PlainStep, semantics: Semantics, on: Callable[[], None], off: Callable[[], None]) -> bool:
+    """Add that noise to what is known of the plain step, once; whether there is any to know. Leaves the change on."""
+    found = yardstick(plain, semantics)
+    if found is None:
+        return False
+    if not plain.looked_closer:
+        off()
+        plain.noise += found(plain)
+        plain.looked_closer = True
+        on()
+    return True
+
+
 def rounded_noise(plain: PlainStep) -> list[Distance]:
     """How far the plain step goes when every layer's output, and its gradient, is rounded to bf16."""
     modules = list(plain.call.root.module.modules())

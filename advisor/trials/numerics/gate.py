@@ -28,7 +28,7 @@ from advisor.core.verdict import Check
 from advisor.loop.recorded import capture_next_step
 from advisor.loop.steps import StepWatcher
 from advisor.loop.training import RootModule, Training
-from advisor.trials.numerics.appeal import close_by, yardstick
+from advisor.trials.numerics.appeal import close_by, more_noise
 from advisor.trials.numerics.bounds import DRAW_FACTOR, joined
 from advisor.trials.numerics.compared import compare
 from advisor.trials.numerics.distance import distance
@@ -182,11 +182,8 @@ def _looked_again(
     first = hidden and speaks(finding, random=step.random)
     if first:
         finding = by_layers(step, finding, semantics, on, off)
-    look_again = yardstick(step, semantics)
-    if finding.passed is False and math.isfinite(finding.numbers.get("of_bound", 0.0)) and look_again is not None:
-        off()
-        step.noise += look_again(step)
-        on()
+    refused = finding.passed is False and math.isfinite(finding.numbers.get("of_bound", 0.0))
+    if refused and more_noise(step, semantics, on, off):
         _, unchecked, why = finding.detail.partition(UNCHECKED)
         finding, _ = compare(step, semantics)
         if finding.passed is False and unchecked:

@@ -16,7 +16,7 @@ from advisor.core.verdict import Check
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.replay import untuned
 from advisor.trials.numerics import layers, operations
-from advisor.trials.numerics.appeal import yardstick
+from advisor.trials.numerics.appeal import more_noise
 from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
 from advisor.trials.numerics.plain import PlainStep, observe
@@ -64,10 +64,7 @@ def by_layers(
     if not all(id(p) in judged.told for p in trained):
         return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{judged.alone}")
     against = outputs_off(plain, judged.right)
-    if against and (more := yardstick(plain, semantics)) is not None:
-        off()
-        plain.noise += more(plain)
-        on()
+    if against and more_noise(plain, semantics, on, off):
         against = outputs_off(plain, judged.right)
     against = against or _captured_off(plain)
     if against:

@@ -39,6 +39,7 @@ class PlainStep:
     seeds: list[Distance] = field(default_factory=list)  # other random seeds, when they matter
     draws: list[Distance] = field(default_factory=list)  # and the others among themselves, from the first of them
     random: bool = False  # whether they matter to any
+    looked_closer: bool = False  # whether `noise` has what appeal.py adds to it
     unusable: str = ""
     lift: float = 1.0  # of output gradients with the change on, below one where it overflows
 
