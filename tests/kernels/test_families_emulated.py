@@ -95,6 +95,27 @@ def test_tensors_that_a_hook_has_laid_out_anew(
                     assert torch.equal(a.nan_to_num(), b.nan_to_num()), case.label
 
 
+def _under_autocast(case: Case, *, enabled: bool) -> list[torch.Tensor]:
+    """Results of a bf16 case and its gradients, in fp32: the forward inside autocast or outside."""
+    given = case.inputs(verify.seeded("cpu", 0), case.shape[0])
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+        outputs = verify.tensors(case.ours(*given))
+    leaves = [a for a in given if isinstance(a, torch.Tensor) and a.requires_grad]
+    wanted = [y for y in outputs if y.requires_grad]
+    found = torch.autograd.grad(wanted, leaves, [torch.ones_like(y) for y in wanted]) if wanted else ()
+    return [tensor.detach().float() for tensor in (*outputs, *found) if tensor.is_floating_point()]
+
+
+@pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)
+def test_autocast_reaches_nothing_between_the_kernels(emulated, family: Family) -> None:
+    """What a family multiplies or adds with PyTorch's own between its kernels keeps its dtype where the step runs under autocast."""
+    for case in [case for case in smallest(family) if case.dtype == "bfloat16"][:FEW]:
+        with dispatch.everything():
+            plain, found = (_under_autocast(case, enabled=enabled) for enabled in (False, True))
+        for a, b in zip(found, plain, strict=True):
+            assert (a - b).norm() <= 0.02 * b.norm() + 1e-6, case.label
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("arch", [80, 86, 100, 120])
 @pytest.mark.parametrize("family", catalog.FAMILIES, ids=lambda family: family.id)

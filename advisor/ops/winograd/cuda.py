@@ -52,7 +52,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, product: Call) -> torch.Tens
     pixels = torch.empty((spec.FREQUENCIES, tiles, product.inputs), dtype=torch.float16, device=x.device)
     scales = torch.empty(tiles, dtype=torch.float32, device=x.device)
     to_tiles.run(x, pixels, scales)
-    products = torch.bmm(pixels, filters.mT)
+    products = pixels.new_empty((spec.FREQUENCIES, tiles, product.outputs))
+    torch.bmm(pixels, filters.mT, out=products)  # with `out` since autocast would cast fp16 to its own dtype
     del pixels, filters
     y = empty_nhwc((product.batch, product.outputs, product.height, product.width), x)
     to_images.run(products, y, scales, filter_scales, x, weight)
