@@ -21,10 +21,13 @@ from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
 from advisor.trials.numerics.plain import PlainStep, observe
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER
+from advisor.trials.numerics.room import fewer, free_bytes
 from advisor.trials.numerics.seen import Seen, bare, blocks, captured, inside, leaves, observed
 
 # The gradient that reaches the last layers may be off by this much: what stands behind them has no depth.
 ARRIVES = 0.1
+# Copies of what operations are given and give may take this share of the free memory at a time.
+_OPERATIONS_ROOM = 0.4
 # How a detail goes on where layers were not judged: it is kept when the whole model is compared again.
 UNCHECKED = "; its layers"
 
@@ -134,13 +137,13 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     """What is told of all layers; leaves the change on."""
     root = plain.call.root.module
     if captured(plain):
-        calls = operations.observed(plain)
-        with untuned():
-            ratio, what = operations.wrong(plain, calls)
-        if ratio > 1.0:
-            return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
+        for calls in operations.observed(plain, _OPERATIONS_ROOM * free_bytes(plain.saved.device)):
+            with untuned():
+                ratio, what = operations.wrong(plain, calls)
+            if ratio > 1.0:
+                return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     modules = leaves(root) | blocks(root)
-    found, seen, far, lost = _looked_at(plain, modules, on, off)
+    found, seen, far, lost = _with_room(plain, modules, on, off)
     if lost:
         return _Layers(f"no gradient reaches {lost[0]} any more")
     if far > ARRIVES:
@@ -166,6 +169,25 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
         return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     alone = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
     return _Layers("", right - seen.altered, {id(p) for told in found.values() for p in told.own}, alone)
+
+
+def _with_room(
+    plain: PlainStep, modules: dict[str, torch.nn.Module], on: Callable[[], None], off: Callable[[], None]
+) -> tuple[dict[str, layers.Told], Seen, float, list[str]]:
+    """As `_looked_at`, of as many samples as there is memory for."""
+    full: torch.OutOfMemoryError | None = None
+    for part in fewer(plain):
+        try:
+            return _looked_at(part, modules, on, off)
+        except torch.OutOfMemoryError as error:
+            full = error.with_traceback(None)  # its frames hold the copies
+        off()
+        plain.saved.restore()
+        if plain.saved.device.type == "cuda":
+            torch.cuda.empty_cache()
+        on()
+    assert full is not None  # there is at least one part
+    raise full
 
 
 def _looked_at(

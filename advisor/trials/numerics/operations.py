@@ -6,6 +6,7 @@ Captured code calls no hooks, and from end to end half precision hides in a deep
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -44,21 +45,53 @@ class Operation:
     back: dict[int, torch.Tensor] = field(default_factory=dict)  # of what went in
 
 
-def observed(plain: PlainStep) -> list[Operation]:
-    """Run the call once with what is on now, and note what the operations in its captured graphs do; empty where there are none."""
+@dataclass(slots=True, eq=False)
+class _Window:
+    """Which calls of operations one run notes: from `first` on, as many as have room."""
+
+    first: int
+    room: float  # bytes
+    number: int = 0  # of the next call
+    calls: list[Operation] = field(default_factory=list)
+    held: int = 0
+
+    def opens(self) -> bool:
+        """Whether the next call is noted."""
+        number, self.number = self.number, self.number + 1
+        return number >= self.first and (not self.calls or self.held < self.room)
+
+    def hold(self, values: Sequence[Any]) -> None:
+        """Count what is copied of these, and of their gradients."""
+        self.held += 2 * sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+
+
+def observed(plain: PlainStep, room: float = math.inf) -> Iterator[list[Operation]]:
+    """Run the call with what is on now, and note what the operations in its captured graphs do: nothing where there are none.
+
+    `room`: bytes that copies may take. Where they would take more, the call runs again for what is left.
+    """
+    first = 0
+    while True:
+        window = _Window(first, room)
+        _run(plain, window)
+        yield window.calls
+        first += len(window.calls)
+        if first >= window.number:
+            return
+
+
+def _run(plain: PlainStep, window: _Window) -> None:
     modules = list(plain.call.root.module.modules())
-    calls: list[Operation] = []
     kind, copies = plain.saved.device.type, Copies()
 
     def noted(graph: fx.GraphModule) -> Callable[..., Any]:
-        return _Noting(graph, calls, copies, kind).run
+        return _Noting(graph, window, copies, kind).run
 
     with contextlib.ExitStack() as inside:
         inside.enter_context(ForwardStack.without(modules, GRAPH))
         for layer in _captures(modules):
             inside.enter_context(layer.running(noted))
         plain.again(lift=plain.lift, rolled=True)
-    return calls
 
 
 def wrong(plain: PlainStep, calls: Sequence[Operation]) -> tuple[float, str]:
@@ -122,24 +155,26 @@ class ByPyTorch(Interpreter):
 class _Noting(Interpreter):
     """Runs a rewritten graph, and notes what its own operations are given and give."""
 
-    def __init__(self, graph: fx.GraphModule, calls: list[Operation], copies: Copies, kind: str) -> None:
+    def __init__(self, graph: fx.GraphModule, window: _Window, copies: Copies, kind: str) -> None:
         super().__init__(graph)
-        self.calls, self.copies, self.kind = calls, copies, kind
+        self.window, self.copies, self.kind = window, copies, kind
 
     def run_node(self, node: fx.Node) -> Any:
         function, names = node.meta.get(OPERATION, (None, ()))
-        if function is None or function.__module__.startswith(_TOGETHER):
+        if function is None or function.__module__.startswith(_TOGETHER) or not self.window.opens():
             return super().run_node(node)
         args, kwargs = self.fetch_args_kwargs_from_env(node)
         plainly = dict(zip(names, args[len(args) - len(names) :], strict=True))
         leaves, shape = pytree.tree_flatten((args[: len(args) - len(names)], {**kwargs, **plainly}))
         autocast = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind)
         call = Operation(match.path(node), function, [self.copies.of(leaf) for leaf in leaves], shape, autocast)
-        self.calls.append(call)
+        self.window.calls.append(call)
+        self.window.hold(leaves)
         leaves = [self._aliased(leaf, call.back, place) for place, leaf in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, shape)
         result = node.target(*args, *(kwargs.pop(name) for name in names), **kwargs)  # type: ignore[operator]  # a function, for a node that calls one
         outputs = _listed(result)
+        self.window.hold(outputs)
         twice = {
             id(output) for place, output in enumerate(outputs) if any(output is other for other in outputs[:place])
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import reference
 from advisor.transforms import capture, conv_bias
 from advisor.transforms.forward import CAPTURE, ForwardStack
-from advisor.trials.numerics import inside, layers, operations, seen
+from advisor.trials.numerics import inside, layers, operations, room, seen
+from advisor.trials.numerics.plain import PlainStep
+from advisor.trials.numerics.replay import ReplayedCall
 
 torch.set_num_threads(1)
 
@@ -462,6 +465,89 @@ def test_no_room_to_look_at_layers_leaves_the_word_from_end_to_end(monkeypatch: 
     assert "its layers could not be checked (OutOfMemoryError: no room)" in check.detail
     moved = [p for p, before in zip(loop.script.models[0].parameters(), state, strict=True) if torch.equal(p, before)]
     assert not moved  # by the step of the script's that was captured, and by nothing else
+
+
+def _with_room_for(most: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Copies of more samples than this have no room; how many were tried."""
+    tried: list[int] = []
+    real = inside.observed
+
+    def observed(plain: Any, *args: Any) -> Any:
+        tried.append(plain.call.args[0].size(0))
+        if tried[-1] > most:
+            raise torch.cuda.OutOfMemoryError("no room")
+        return real(plain, *args)
+
+    monkeypatch.setattr(inside, "observed", observed)
+    return tried
+
+
+@pytest.mark.parametrize("fault", ["", "weight's gradient too large"])
+def test_layers_are_judged_on_as_many_samples_as_have_room(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = _with_room_for(3, monkeypatch)
+    loop = loop_of("classifier, ResNet")
+    parts = (*bf16(loop), *([planted(loop, fault, 1)] if fault else []))
+    check = loop.judge(Change("bf16", parts, Semantics.PRECISION))
+    assert len(tried) > 1
+    assert tried[-1] <= 3 < tried[-2]
+    assert "could not be checked" not in check.detail
+    assert check.passed is not bool(fault), check
+
+
+def test_a_call_is_cut_where_all_that_it_is_given_and_gives_is_of_as_many_samples() -> None:
+    def call(*args: Any, grads: tuple[int, ...] = (8, 10)) -> ReplayedCall:
+        return ReplayedCall(None, args, {"scale": torch.ones(())}, [torch.ones(grads)], (False, torch.bfloat16))  # type: ignore[arg-type]
+
+    images, steps = torch.arange(8.0).view(8, 1, 1, 1).requires_grad_(), torch.arange(8)
+    cut = room.cut(call(images, steps), 3)
+    assert cut.args[0].flatten().tolist() == cut.args[1].tolist() == [0, 1, 2]
+    assert cut.args[0].requires_grad
+    assert cut.grads[0].shape == (3, 10)
+    assert cut.kwargs["scale"].shape == ()
+    assert room.count(call(images, steps)) == 8
+    assert room.count(call(images, torch.ones(5))) == 0
+    assert room.count(call(images, grads=(4, 10))) == 0
+
+
+def test_samples_by_room_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    images, gib = torch.ones(16, 1), 2.0**30
+    call = ReplayedCall(None, (images,), {}, [images], (False, torch.bfloat16))  # type: ignore[arg-type]
+
+    def tried(free: float, step: float, seconds: float) -> list[int]:
+        monkeypatch.setattr(room, "free_bytes", lambda device: free)
+        monkeypatch.setattr(room, "step_bytes", lambda device: step)
+        saved, base = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(seconds=seconds)
+        plain = PlainStep(call, saved, base, None, "half")  # type: ignore[arg-type]
+        return [part.call.args[0].size(0) for part in room.fewer(plain)]
+
+    assert tried(100 * gib, 10 * gib, 0.1) == [16, 8, 4, 2, 1]
+    assert tried(20 * gib, 20 * gib, 0.1) == [2, 1]
+    assert tried(1 * gib, 100 * gib, 0.1) == [1]
+    assert tried(100 * gib, 0, 0.1)[0] == 16
+    assert tried(100 * gib, 10 * gib, 1.0)[0] == 8
+    assert tried(100 * gib, 10 * gib, 60.0)[0] == 4
+
+
+def test_operations_are_looked_at_a_part_at_a_time_where_all_have_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = loop_of("classifier, ResNet")
+    model = loop.script.models[0]
+    by_room: dict[float, list[list[str]]] = {0.0: [], math.inf: []}
+    real = operations.observed
+
+    def observed(plain: Any, _: float) -> Any:
+        for size, runs in by_room.items():
+            found = list(real(plain, size))
+            runs[:] = [[call.place for call in calls] for calls in found]
+        yield from found
+
+    monkeypatch.setattr(operations, "observed", observed)
+    parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
+    assert loop.judge(Change("kernels", parts, Semantics.PRECISION)).passed
+    one_each, at_once = by_room.values()
+    assert len(at_once) == 1
+    assert len(at_once[0]) > 2
+    assert [place for calls in one_each for place in calls] == at_once[0]
+    assert all(len(calls) == 1 for calls in one_each)
 
 
 class Head(nn.Module):
