@@ -13,7 +13,7 @@ from pathlib import Path
 from advisor.core import storage
 from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 from advisor.loop.session import Session
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import launch
@@ -50,7 +50,7 @@ def measure(
         argv=command.words[1:],
         warmup=warmup,
         steps=steps,
-        kept=tuple(PlanItem(transform=item, status=KEPT) for item in items),
+        kept=tuple(PlanItem(transform=item, status=Status.KEPT) for item in items),
         protect_files=True,
     )
     folder.mkdir(parents=True)

@@ -26,7 +26,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
-from advisor.core.verdict import KEPT, StackVerdict, TrialLog
+from advisor.core.verdict import StackVerdict, Status, TrialLog
 from advisor.ops import catalog, sources
 from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
@@ -215,7 +215,7 @@ def _searched(
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
     model = found.profile.model
-    kept = {v.transform: v for v in found.log.verdicts if v.status == KEPT}
+    kept = {v.transform: v for v in found.log.verdicts if v.status == Status.KEPT}
     row = ModelRow(
         name=name,
         shape=(model.batch_size, *next((conv.input_shape[1:] for conv in model.convs if conv.input_shape), ())),
@@ -247,7 +247,7 @@ def _proved(
     items = tuple(
         PlanItem(
             transform=name,
-            status=KEPT,
+            status=Status.KEPT,
             semantics=registry.get(name).semantics.value,
             parameters=known.parameters.get(name, {}),
         )
@@ -259,7 +259,7 @@ def _proved(
     found = _finished(pipeline.prove(words, plan=plan, options=SearchOptions(time_s=max_time_s), say=say))
     if found.log is None or not _stack(found).plain_us:
         raise AdvisorError(f"{known.name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
-    kept = tuple(v.transform for v in found.log.verdicts if v.status == KEPT)
+    kept = tuple(v.transform for v in found.log.verdicts if v.status == Status.KEPT)
     times = _times(found, images=known.shape[0], plain_us=known.plain_ms * 1e3)
     row = replace(known, kept=kept, searched=searched, eager_ms=None, compile_ms=None, baseline_error=None, **times)
     return row, found

@@ -25,7 +25,7 @@ from advisor.bench import fresh, results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import KEPT, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.trials import proof, records
@@ -339,8 +339,8 @@ def searched(row: RealRow, folder: Path) -> RealRow:
         start_s=profile.start_s if profile is not None else None,
         plain_ms=step.median / 1e3 if step is not None else None,
         first_proof_s=log.proved_s,
-        kept=tuple(v.transform for v in log.verdicts if v.status == KEPT),
-        not_kept=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in log.verdicts if v.status != KEPT),
+        kept=tuple(v.transform for v in log.verdicts if v.status == Status.KEPT),
+        not_kept=tuple(f"{v.transform}: {v.status}, {v.reason}" for v in log.verdicts if v.status != Status.KEPT),
         notes=log.notes,
         apply_s=log.seconds,
         spent_s=dict(log.spent),

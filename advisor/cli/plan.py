@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.storage import write_text
 from advisor.core.units import counted
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 from advisor.reporting.page import printable
 
 
@@ -85,7 +85,7 @@ def show_diff(loaded: Plan, *, write_it: bool = False) -> None:
     for transform, why in written.left.items():
         output.say(f"advisor: not in the diff: {transform}: {why}")
     if not written.done:
-        kept = any(item.status == KEPT for item in loaded.items)
+        kept = any(item.status == Status.KEPT for item in loaded.items)
         why = "could be written into the script" if kept else "is proved (kept), so there is nothing to write"
         output.say(f"advisor: no change of this plan {why}")
     elif write_it:

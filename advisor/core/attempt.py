@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from advisor.core.errors import ExitCode
-from advisor.core.verdict import KEPT, OPEN, SKIPPED, Check
+from advisor.core.verdict import OPEN, Check, Status
 
 ATTEMPT_FILE = "attempt.json"
 CHANGE, PATCH = "change", "patch"
@@ -15,13 +15,13 @@ CHANGE, PATCH = "change", "patch"
 class Attempt:
     """The outcome of trying one change of the registry, or one patch, on a script.
 
-    `verdict` is one of `core.verdict.STATUSES`; only `kept` is proved: it took effect, trains alike and is faster in fresh processes.
+    Only a verdict of `kept` is proved: it took effect, trains alike and is faster in fresh processes.
     Times are of the whole step, in microseconds: the centre of each fresh run.
     """
 
     kind: str  # "change" or "patch"
     name: str  # the change's id, or the patch's file
-    verdict: str
+    verdict: Status
     reason: str
     script: str
     argv: tuple[str, ...] = ()
@@ -42,6 +42,6 @@ class Attempt:
     @property
     def exit_code(self) -> int:
         """0 proved; 4 noise, time or an interruption left it open; 1 tried, and not worth keeping here."""
-        if self.verdict == KEPT:
+        if self.verdict == Status.KEPT:
             return int(ExitCode.OK)
-        return int(ExitCode.INCONCLUSIVE if self.verdict in {*OPEN, SKIPPED} else ExitCode.FINDINGS)
+        return int(ExitCode.INCONCLUSIVE if self.verdict in {*OPEN, Status.SKIPPED} else ExitCode.FINDINGS)

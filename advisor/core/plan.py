@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from advisor.core.verdict import Status
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanItem:
-    """`status` is one of `core.verdict.STATUSES`. `advisor run` applies what is kept; `apply --plan` proves that and what is
+    """`advisor run` applies what is kept; `apply --plan` proves that and what is
     unconfirmed; the others are left for the record.
     """
 
     transform: str
-    status: str
+    status: Status
     parameters: dict[str, str] = field(default_factory=dict)
     semantics: str = "exact"
     reason: str = ""

@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from enum import Enum
 
 from advisor.core.findings import Interval, Semantics
 
-# What may become of a change. `unconfirmed`: faster in the running loop, and not confirmed in fresh runs, in fresh processes beside the
-# plain script. The last two were never on: passed over for a reason, or declined by the user.
-KEPT, UNCONFIRMED, REVERTED, INCONCLUSIVE = "kept", "unconfirmed", "reverted", "inconclusive"
-NOT_APPLICABLE, FAILED, SKIPPED, DECLINED = "not applicable", "failed", "skipped", "declined"
-STATUSES = (KEPT, UNCONFIRMED, REVERTED, INCONCLUSIVE, NOT_APPLICABLE, FAILED, SKIPPED, DECLINED)
-UNTRIED = frozenset({SKIPPED, DECLINED})
-OPEN = frozenset({UNCONFIRMED, INCONCLUSIVE, DECLINED})  # another search, or another answer, may keep it
+
+class Status(str, Enum):
+    """What became of a change; files, plans and messages have its word."""
+
+    KEPT = "kept"
+    UNCONFIRMED = "unconfirmed"  # faster in the running loop, not so in fresh processes beside the plain script
+    REVERTED = "reverted"
+    INCONCLUSIVE = "inconclusive"
+    NOT_APPLICABLE = "not applicable"
+    FAILED = "failed"  # it raised, or its process died
+    SKIPPED = "skipped"  # never on: passed over for a reason
+    DECLINED = "declined"  # never on: the user said no
+    MORE = "more"  # none yet: more blocks are needed, or its turn comes again. No record and no plan has it
+
+    __str__ = str.__str__  # else a text would have "Status.KEPT" from Python 3.11 on
+
+
+STATUSES = tuple(status for status in Status if status is not Status.MORE)
+UNTRIED = frozenset({Status.SKIPPED, Status.DECLINED})
+# Another search, or another answer, may keep it.
+OPEN = frozenset({Status.UNCONFIRMED, Status.INCONCLUSIVE, Status.DECLINED})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +58,12 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """`status` is one of STATUSES; failed: the change raised.
-
-    `gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks; or of the device's time in
+    """`gain` is the share of the step's time saved, as an interval at `confidence`, from the paired blocks; or of the device's time in
     it (`gain_of` is "device"), where the step waits for its loader.
     """
 
     transform: str
-    status: str
+    status: Status
     reason: str
     parameters: dict[str, str] = field(default_factory=dict)
     title: str = ""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from advisor.core import use
 from advisor.core.errors import AdvisorError
 from advisor.core.transform_table import ROWS
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 
 if TYPE_CHECKING:
     from advisor.loop.session import Session
@@ -118,7 +118,7 @@ def enable(plan: str | Path) -> None:
     use.hold(Path(plan).parent)
     if script.endswith(".py") and (other := planfile.another_script(loaded, script)):
         stderr.say(f"plan: {other}")
-    kept_items = tuple(item for item in loaded.items if item.status == KEPT)
+    kept_items = tuple(item for item in loaded.items if item.status == Status.KEPT)
     if any(item.transform in ROWS and ROWS[item.transform].cupy for item in kept_items):
         import cupy
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from advisor.core.errors import AdvisorError
 from advisor.core.gpus import Gpus
 from advisor.core.plan import Plan, PlanItem
+from advisor.core.verdict import Status
 from advisor.pipeline.shared import Say, recover_pending
 from advisor.runs import find_plan, new_run_dir
 
@@ -42,7 +43,7 @@ def run(
     from advisor.trials.run import run_plan
 
     command = ScriptCommand.parse(words, module=module) if words else None
-    also = (PlanItem(transform="background_saves", status="kept"),) if saves else ()
+    also = (PlanItem(transform="background_saves", status=Status.KEPT),) if saves else ()
     if gpus.count > 1:
         return _run_on_ranks(command, plan, gpus, strict=strict, also=also, say=say)
     named = command.name if command is not None else ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from advisor.core.attempt import PATCH, Attempt
 from advisor.core.transform_table import title
 from advisor.core.units import bounds_text, time_text
-from advisor.core.verdict import KEPT, Check
+from advisor.core.verdict import Check, Status
 from advisor.reporting.page import Page
 
 _WORDS = {True: "passed", False: "failed", None: "open"}
@@ -24,7 +24,7 @@ def attempt_text(found: Attempt, width: int = 100, color: bool = False) -> str:
     if found.plain_us and found.changed_us:
         plain, changed = (min(times) for times in (found.plain_us, found.changed_us))
         lines.append(f"  Step      {time_text(plain)} as it is, {time_text(changed)} with it  (fastest run of each)")
-    if found.verdict == KEPT and found.speedup_low is not None and found.speedup_high is not None:
+    if found.verdict == Status.KEPT and found.speedup_low is not None and found.speedup_high is not None:
         lines.append(f"  Speed-up  {found.speedup:.2f}× ({bounds_text(found.speedup_low, found.speedup_high)})")
     if found.files:
         lines += page.wrap("Files     " + ", ".join(found.files), 12, first=2)

@@ -20,7 +20,7 @@ from advisor.core.metrics import BY_NAME
 from advisor.core.profile import KernelRow, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.core.timeline import Timeline
-from advisor.core.verdict import KEPT, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 from advisor.reporting import breakdown, charts, convolutions, course, layertable, machine, numbers, places, wording
 from advisor.reporting import timeline as timeline_data
 from advisor.reporting.facts import facts
@@ -271,7 +271,7 @@ def _meaning(metric: str) -> str:
 def _kept_line(trials: TrialLog) -> str:
     """The kept changes in a line, and how many of the others came to what."""
     kept = [v.title or v.transform for v in wording.kept(trials)]
-    others = Counter(v.status for v in trials.verdicts if v.status != KEPT)
+    others = Counter(v.status for v in trials.verdicts if v.status != Status.KEPT)
     told = [f"Kept: {', '.join(kept)}."] if kept else []
     told += [f"Not kept: {', '.join(f'{n} {status}' for status, n in others.items())}."] if others else []
     return " ".join(told)

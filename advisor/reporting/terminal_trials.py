@@ -5,11 +5,17 @@ from __future__ import annotations
 import statistics
 
 from advisor.core.units import bounds_text, counted, samples_text, time_text
-from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.reporting import drawn, numbers, places, wording
 from advisor.reporting.page import MIN_WIDTH, Page, clip, clip_path, printable
 
-_STATUS_COLORS = {KEPT: "green", REVERTED: "yellow", FAILED: "red", INCONCLUSIVE: "cyan", UNCONFIRMED: "cyan"}
+_STATUS_COLORS = {
+    Status.KEPT: "green",
+    Status.REVERTED: "yellow",
+    Status.FAILED: "red",
+    Status.INCONCLUSIVE: "cyan",
+    Status.UNCONFIRMED: "cyan",
+}
 TOP_REASONS = 3
 EXAMPLES = 2  # of the places of one reason
 

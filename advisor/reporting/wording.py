@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import ProfilerCost, StepProfile
 from advisor.core.units import bounds_text, counted, percent_text, time_text
-from advisor.core.verdict import DECLINED, INCONCLUSIVE, KEPT, UNCONFIRMED, UNTRIED, StackVerdict, TrialLog, Verdict
+from advisor.core.verdict import UNTRIED, StackVerdict, Status, TrialLog, Verdict
 from advisor.reporting import breakdown, unexplained
 from advisor.reporting.numbers import duration, factor, gain, saves, spread
 
@@ -127,7 +127,7 @@ def limit_sentence(profile: StepProfile) -> str:
 
 def kept(trials: TrialLog) -> tuple[Verdict, ...]:
     """The verdicts whose change was kept."""
-    return tuple(v for v in trials.verdicts if v.status == KEPT)
+    return tuple(v for v in trials.verdicts if v.status == Status.KEPT)
 
 
 def usable(trials: TrialLog) -> bool:
@@ -137,7 +137,7 @@ def usable(trials: TrialLog) -> bool:
 
 def unconfirmed(trials: TrialLog) -> tuple[Verdict, ...]:
     """The verdicts on what was faster in the running loop, and not confirmed in fresh runs."""
-    return tuple(v for v in trials.verdicts if v.status == UNCONFIRMED)
+    return tuple(v for v in trials.verdicts if v.status == Status.UNCONFIRMED)
 
 
 def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
@@ -182,7 +182,7 @@ def trials_headline(trials: TrialLog) -> str:
     count = len(kept(trials))
     known = {(v.transform, *sorted(v.parameters.items())) for v in trials.verdicts}  # some in two rounds
     changes = f"{count} of {len(known)} changes kept"
-    if declined := sum(v.status == DECLINED for v in trials.verdicts):
+    if declined := sum(v.status == Status.DECLINED for v in trials.verdicts):
         changes += f", {declined} declined by you"
     stack = trials.stack
     open_yet = unconfirmed(trials)
@@ -218,7 +218,7 @@ def device_speedup(stack: StackVerdict) -> str:
 
 def _nothing_kept(trials: TrialLog, declined: int) -> str:
     """Of trials that kept nothing: whether anything was tried, and whether that is final."""
-    waiting = sum(v.status == INCONCLUSIVE for v in trials.verdicts)
+    waiting = sum(v.status == Status.INCONCLUSIVE for v in trials.verdicts)
     tried = sum(v.status not in UNTRIED for v in trials.verdicts)
     if trials.interrupted:
         settled = (
@@ -308,7 +308,7 @@ def confidence(trials: TrialLog) -> str:
 def reason(verdict: Verdict) -> str:
     """Why the verdict is what it is; of a kept change also what it costs once and what the whole loses without it."""
     parts = [verdict.reason]
-    if verdict.status == KEPT and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
+    if verdict.status == Status.KEPT and verdict.first_step_us > 0 and verdict.break_even_steps is not None:
         paid = counted(round(verdict.break_even_steps), "step")
         parts.append(f"its first step takes {time_text(verdict.first_step_us)} longer, paid back after {paid}")
     if verdict.left_out_gain is not None:
@@ -317,7 +317,7 @@ def reason(verdict: Verdict) -> str:
         parts.append(f"{counted(verdict.blocks.disturbed, 'disturbed block')} taken again")
     if verdict.blocks.exponent:
         parts.append("inputs differ in size, so steps were compared at one size")
-    if verdict.unmatched and verdict.status != KEPT:  # of what is kept the reports say which places and why
+    if verdict.unmatched and verdict.status != Status.KEPT:  # of what is kept the reports say which places and why
         parts.append(f"{counted(len(verdict.unmatched), 'place')} unchanged")
     return "; ".join(p for p in parts if p)
 

@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted, time_text
-from advisor.core.verdict import KEPT, UNCONFIRMED, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.loop.records import SESSION_FILE
 from advisor.profiling.beside.command import script_name
 from advisor.runs.folders import FINDINGS_FILE, PROFILE_FILE, REPORT_FILE, RUNS_DIR, is_empty
@@ -117,7 +117,7 @@ def _of_trials(log: TrialLog) -> str:
         return f"{log.stack.speedup:.2f} × as fast, proved"
     if not log.complete or log.interrupted:
         return "search not finished"
-    if KEPT in statuses or UNCONFIRMED in statuses:
+    if Status.KEPT in statuses or Status.UNCONFIRMED in statuses:
         return "faster in the loop, not confirmed"
     return f"nothing kept of {counted(len(statuses), 'change')}" if statuses else "nothing tried"
 

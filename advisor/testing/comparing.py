@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from advisor.core.errors import AdvisorError
-from advisor.core.verdict import INCONCLUSIVE, REVERTED
+from advisor.core.verdict import Status
 from advisor.testing import amounts
 from advisor.testing.amounts import Amount
 from advisor.testing.device_lock import alone, locked
@@ -133,7 +133,7 @@ class Comparison:
         __tracebackhide__ = True
         decision = self._decide(threshold)
         if decision.point is not None:
-            passed = decision.status != REVERTED
+            passed = decision.status != Status.REVERTED
             self.budgets.append(
                 Budget(
                     title="time of the second step over the first",
@@ -144,9 +144,9 @@ class Comparison:
                     passed=passed,
                 )
             )
-        if decision.status == REVERTED:
+        if decision.status == Status.REVERTED:
             raise AssertionError(f"{failed}: {decision.reason}")
-        if decision.status == INCONCLUSIVE:
+        if decision.status == Status.INCONCLUSIVE:
             reason = f"inconclusive: {decision.reason}"
             if self._undecided is None:
                 raise AssertionError(reason)
@@ -155,7 +155,7 @@ class Comparison:
     def _decide(self, threshold: float) -> statistics.Decision:
         while True:
             decision = statistics.decide(self.pairs, threshold, max_pairs=self._max_pairs)
-            if decision.status != statistics.MORE:
+            if decision.status != Status.MORE:
                 return decision
             self._sample(next(s for s in (*statistics.STAGES, self._max_pairs) if s > len(self.pairs)))
 

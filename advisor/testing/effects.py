@@ -7,7 +7,7 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import Check
+from advisor.core.verdict import Check, Status
 from advisor.testing.live import LiveStep
 from advisor.transforms import registry
 from advisor.trials import planfile
@@ -32,7 +32,7 @@ def _transforms(names: Sequence[str | Path]) -> Iterator[str]:
         if not str(name).endswith((".yaml", ".yml")):
             yield str(name)
             continue
-        kept = [item.transform for item in planfile.read(Path(name)).items if item.status == "kept"]
+        kept = [item.transform for item in planfile.read(Path(name)).items if item.status == Status.KEPT]
         if not kept:
             raise AdvisorError(f"{name} keeps nothing", expected="a plan with an item whose status is kept")
         yield from kept

@@ -22,7 +22,7 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import first_line
 from advisor.core.findings import Recommendation
 from advisor.core.transform_row import TOGETHER
-from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, SKIPPED, Blocks, Check, Verdict
+from advisor.core.verdict import Blocks, Check, Status, Verdict
 from advisor.distributed import board
 from advisor.distributed.place import LOST
 from advisor.loop import ranks
@@ -135,7 +135,7 @@ class AcrossDriver:
         together = self._whole(candidates) if self.session.whole_first else ()
         if together:
             verdict = yield from self._tried(planner.as_one(together))
-            if verdict.status == KEPT:
+            if verdict.status == Status.KEPT:
                 self._save_members(verdict, together)
                 candidates = [c for c in candidates if c not in together]
             else:
@@ -153,7 +153,7 @@ class AcrossDriver:
 
     def _tried(self, candidate: Recommendation) -> Generator[None, StepEvent, Verdict]:
         if self._board.exchange(self.session.deadline_unix_s - time.time())[0] < 0 < self.session.deadline_unix_s:
-            return records.verdict_on(candidate, SKIPPED, "no time left")
+            return records.verdict_on(candidate, Status.SKIPPED, "no time left")
         transform = self._transform(candidate.transform)
         if self._board.rank == 0:
             tell(self.session, "trial", transform=candidate.transform, title=records.title_of(candidate))
@@ -166,31 +166,33 @@ class AcrossDriver:
     def _trial(self, transform: Transform, candidate: Recommendation) -> Generator[None, StepEvent, Verdict]:
         matches = self._board.exchange(self._unfit(transform, candidate))
         if why := next((f"rank {r}: {m}" for r, m in enumerate(matches) if m), ""):
-            return records.verdict_on(candidate, NOT_APPLICABLE, why)
+            return records.verdict_on(candidate, Status.NOT_APPLICABLE, why)
         switch = Switch(self.training, transform, dict(candidate.parameters), [])
         try:
             numerics = yield from self._judged(transform, switch)
         except GateFailed as failed:
             self._all(switch, on=False)
-            return records.verdict_on(candidate, FAILED, str(failed))
+            return records.verdict_on(candidate, Status.FAILED, str(failed))
         known: dict[str, Any] = {"numerics": numerics, "semantics": transform.semantics}
         if not numerics.passed:
             self._all(switch, on=False)
             status, told = (
-                (REVERTED, "it changes the training")
+                (Status.REVERTED, "it changes the training")
                 if numerics.passed is False
-                else (INCONCLUSIVE, "its numbers could not be checked")
+                else (Status.INCONCLUSIVE, "its numbers could not be checked")
             )
             return records.verdict_on(candidate, status, f"{told}: {numerics.detail}", **known)
         if why := self._all(switch, on=True):
-            return records.verdict_on(candidate, FAILED, why, **known)
+            return records.verdict_on(candidate, Status.FAILED, why, **known)
         for _ in range(SETTLE):
             yield
         effects = self._board.exchange(dataclasses.asdict(transform.effect(self.training, None, None)))
         known["effect"] = effect = next((Check(**e) for e in effects if e["passed"] is False), Check(**effects[0]))
         if effect.passed is False:
             self._all(switch, on=False)
-            return records.verdict_on(candidate, REVERTED, f"applied, but without effect: {effect.detail}", **known)
+            return records.verdict_on(
+                candidate, Status.REVERTED, f"applied, but without effect: {effect.detail}", **known
+            )
         return (yield from self._paired(switch, candidate, known))
 
     def _judged(self, transform: Transform, switch: Switch) -> Generator[None, StepEvent, Check]:
@@ -221,7 +223,7 @@ class AcrossDriver:
         while True:
             if state != switch.is_on:
                 if why := self._all(switch, on=state):
-                    return records.verdict_on(candidate, FAILED, why, **known)
+                    return records.verdict_on(candidate, Status.FAILED, why, **known)
                 for _ in range(SETTLE):
                     yield
             told = self._board.exchange((yield from self._timed(self._steps)))
@@ -245,18 +247,18 @@ class AcrossDriver:
     ) -> Verdict:
         status, reason = decision.status, decision.reason
         if apart := self._apart():
-            status, reason, known["numerics"] = FAILED, apart, Check(passed=False, detail=apart)
-        if why := self._all(switch, on=status == KEPT):
-            return records.verdict_on(candidate, FAILED, why, **known)
-        if status == KEPT and switch.standing is not None:
+            status, reason, known["numerics"] = Status.FAILED, apart, Check(passed=False, detail=apart)
+        if why := self._all(switch, on=status == Status.KEPT):
+            return records.verdict_on(candidate, Status.FAILED, why, **known)
+        if status == Status.KEPT and switch.standing is not None:
             self._kept.standing.append(switch.standing)
         sites = switch.transform.sites(self.training)
         return records.verdict_on(
             candidate,
-            status if status in (KEPT, REVERTED, FAILED) else INCONCLUSIVE,
+            status if status in (Status.KEPT, Status.REVERTED, Status.FAILED) else Status.INCONCLUSIVE,
             reason,
             gain=decision.gain,
-            timing=Check(passed=status == KEPT, detail=decision.reason),
+            timing=Check(passed=status == Status.KEPT, detail=decision.reason),
             blocks=Blocks(off_us=tuple(blocks[0]), on_us=tuple(blocks[1]), steps_per_block=self._steps),
             matched=sites[0] if sites else switch.transform.match(self.training, candidate.parameters).sites,
             **known,

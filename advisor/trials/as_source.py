@@ -15,7 +15,7 @@ from pathlib import Path
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.transform_table import title
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 
 FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 OPTIMIZERS = (*FUSED, "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
@@ -94,7 +94,7 @@ def write(plan: Plan, path: Path) -> Written:
         raise AdvisorError(f"{path} cannot be read as Python ({error})", expected="the plan's script") from None
     script, done, left = _Script(text, tree), [], {}
     for item in plan.items:
-        if item.status != KEPT:
+        if item.status != Status.KEPT:
             continue
         writer = WRITERS.get(item.transform)
         try:
@@ -116,7 +116,7 @@ def write(plan: Plan, path: Path) -> Written:
 
 def as_python(plan: Plan, plan_file: str) -> str:
     """The kept changes as lines of Python to copy from: for a model `model`, an optimizer `optimizer`, and so on."""
-    kept = [item for item in plan.items if item.status == KEPT]
+    kept = [item for item in plan.items if item.status == Status.KEPT]
     lines = ["import torch", ""]
     rest = []
     for item in kept:

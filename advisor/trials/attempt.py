@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from advisor.core.attempt import CHANGE, Attempt
-from advisor.core.verdict import INCONCLUSIVE, KEPT, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 
 
 def of_search(change: str, log: TrialLog, run: str) -> Attempt:
     """What a search for this one change came to."""
     verdicts = [v for v in log.verdicts if v.transform == change]
     found = verdicts[-1] if verdicts else _untried(change, log)
-    stack = log.stack if found.status == KEPT else None
+    stack = log.stack if found.status == Status.KEPT else None
     return Attempt(
         kind=CHANGE,
         name=change,
@@ -35,4 +35,4 @@ def of_search(change: str, log: TrialLog, run: str) -> Attempt:
 
 def _untried(change: str, log: TrialLog) -> Verdict:
     reason = log.fault or "; ".join(log.notes) or "it was not tried"
-    return Verdict(transform=change, status=INCONCLUSIVE, reason=reason)
+    return Verdict(transform=change, status=Status.INCONCLUSIVE, reason=reason)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from advisor.core.findings import Recommendation, Semantics
-from advisor.core.verdict import DECLINED, SKIPPED
+from advisor.core.verdict import Status
 from advisor.trials import records
 from advisor.trials.budget import Budget
 
@@ -23,7 +23,7 @@ class Answer(Enum):
 
 
 Ask = Callable[[Recommendation], Answer]
-_QUIT = DECLINED, "you quit before its turn"
+_QUIT = Status.DECLINED, "you quit before its turn"
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +34,7 @@ class Chooser:
     ask: Ask | None  # before each candidate; None tries all
     over: bool = False  # the user wants no further questions, and nothing more than what was said yes to
     asked_s: float = 0.0
-    _passed: dict[object, tuple[str, str]] = field(default_factory=dict)  # status and reason, by attempt
+    _passed: dict[object, tuple[Status, str]] = field(default_factory=dict)  # status and reason, by attempt
 
     def __call__(self, found: Sequence[Recommendation]) -> list[Recommendation]:
         """Those of them that are to be tried."""
@@ -47,19 +47,19 @@ class Chooser:
                 self._passed[records.attempt(candidate)] = passed
         return wanted
 
-    def outcome(self, candidate: Recommendation) -> tuple[str, str] | None:
+    def outcome(self, candidate: Recommendation) -> tuple[Status, str] | None:
         """Status and reason of what is not tried for its own sake, or for the user's; None for what should have been tried."""
         found = self._passed.get(records.attempt(candidate))
         return found or (_QUIT if self.over else None)
 
-    def _never(self, candidate: Recommendation) -> tuple[str, str] | None:
+    def _never(self, candidate: Recommendation) -> tuple[Status, str] | None:
         """Of what is not tried in any search of this length."""
         if candidate.semantics is Semantics.TRAINING:
-            return SKIPPED, "it changes the recipe: advice for you, never applied"
+            return Status.SKIPPED, "it changes the recipe: advice for you, never applied"
         reason = self.budget.too_short_for(candidate.transform)
-        return (SKIPPED, reason) if reason else None
+        return (Status.SKIPPED, reason) if reason else None
 
-    def _declined(self, candidate: Recommendation) -> tuple[str, str] | None:
+    def _declined(self, candidate: Recommendation) -> tuple[Status, str] | None:
         if self.over:
             return _QUIT
         began = time.time()
@@ -72,4 +72,4 @@ class Chooser:
         self.over = answer is Answer.QUIT
         if answer in (Answer.YES, Answer.ALL):
             return None
-        return _QUIT if self.over else (DECLINED, "you said no")
+        return _QUIT if self.over else (Status.DECLINED, "you said no")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import PlanHashes
-from advisor.core.verdict import REVERTED
+from advisor.core.verdict import Status
 from advisor.trials import planfile, records
 
 # Reasons that say what a change does, not how fast it was on that day.
@@ -25,7 +25,9 @@ def refused(run_dir: Path, script: str, argv: Sequence[str], here: PlanHashes) -
             known = plan.hashes
             alike = (known.script, known.environment, known.kernels) == (here.script, here.environment, here.kernels)
             if alike and (plan.script, tuple(plan.argv)) == (script, tuple(argv)):
-                return tuple(i.transform for i in plan.items if i.status == REVERTED and i.reason.startswith(SAID))
+                return tuple(
+                    i.transform for i in plan.items if i.status == Status.REVERTED and i.reason.startswith(SAID)
+                )
     return ()
 
 

@@ -17,7 +17,7 @@ from advisor.core.errors import ExitCode
 from advisor.core.findings import Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import counted, percent_text
-from advisor.core.verdict import FAILED, KEPT, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 from advisor.distributed import place
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
@@ -89,11 +89,11 @@ def switchable(recommendations: Iterable[Recommendation]) -> tuple[Recommendatio
 
 def found_kept(verdicts: Iterable[Verdict]) -> tuple[PlanItem, ...]:
     """What a plan has of them: of one transform's settings the last, which was tried on top of the others."""
-    last = {v.transform: v for v in verdicts if v.status == KEPT}
+    last = {v.transform: v for v in verdicts if v.status == Status.KEPT}
     return tuple(
         PlanItem(
             transform=v.transform,
-            status=KEPT,
+            status=Status.KEPT,
             parameters=dict(v.parameters),
             semantics=v.semantics.value,
             reason=v.reason,
@@ -160,7 +160,7 @@ def _tried(script: Script, wanted: Sequence[Recommendation], kept: Sequence[Plan
         script.say(early)
         blamed = [c for c in records.untried(run_dir, left) if c.transform == script.on_trial]
         for candidate in blamed[:1]:
-            records.save_verdict(run_dir, records.verdict_on(candidate, FAILED, script.rank_failed))
+            records.save_verdict(run_dir, records.verdict_on(candidate, Status.FAILED, script.rank_failed))
         if not script.on_trial:
             break
     return early

@@ -18,6 +18,7 @@ import torch
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.stderr import say
+from advisor.core.verdict import Status
 from advisor.loop.attach import Attached, attach_training
 from advisor.loop.hooks import after_optimizer_steps
 from advisor.loop.patches import Patches
@@ -308,7 +309,7 @@ def attach_run(session: Session) -> None:
 def enable(plan: Plan, *, strict: bool = False) -> None:
     """Apply a plan in this process, before training begins. A second call replaces the first."""
     disable()
-    items = tuple(item for item in plan.items if item.status == "kept")
+    items = tuple(item for item in plan.items if item.status == Status.KEPT)
     # No run folder: what `tell` would write there goes nowhere.
     session = Session(
         mode="run", run_dir=os.devnull, script=plan.script, kept=items, strict=strict, model_hash=plan.hashes.model

@@ -24,7 +24,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted, percent_text
-from advisor.core.verdict import INCONCLUSIVE, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 from advisor.profiling.machine import environment
 from advisor.trials import planfile
 
@@ -42,7 +42,7 @@ class Entry:
     transform: str
     predicted: Interval
     measured: Interval
-    status: str
+    status: Status
 
     @property
     def held(self) -> bool:
@@ -124,7 +124,7 @@ def summary(found: Sequence[Entry], machine: str = "") -> str:
     """How well predictions have held, in a sentence; of one machine, or of all for an empty name."""
     here = [entry for entry in found if not machine or entry.machine == machine]
     # An interval that noise made wide meets nearly every prediction: nothing was measured there.
-    chosen = [entry for entry in here if entry.status != INCONCLUSIVE]
+    chosen = [entry for entry in here if entry.status != Status.INCONCLUSIVE]
     hidden = len(here) - len(chosen)
     told = f"{counted(hidden, 'inconclusive trial')} not counted" if hidden else ""
     if not chosen:

@@ -20,7 +20,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.held import HELD_FILE, MemoryLook
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import bytes_text, percent_text, time_text
-from advisor.core.verdict import FAILED, KEPT, REVERTED, Check, TrialLog, Verdict
+from advisor.core.verdict import Check, Status, TrialLog, Verdict
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import budget, fresh, losses, outcome, planfile, proof, records, spent
@@ -53,11 +53,11 @@ class Goal:
         look = watched(self.script, items)
         if look is None or item.transform not in look.applied:
             return _verdict(
-                item, FAILED, f"the script did not run with it: {self.script.last_line or 'no step was seen'}"
+                item, Status.FAILED, f"the script did not run with it: {self.script.last_line or 'no step was seen'}"
             ), None
         took = self.runs.measure(spent.MEMORY, items)
         if took is None or self.plain is None or self.before is None:
-            return _verdict(item, FAILED, "no step was timed with it"), None
+            return _verdict(item, Status.FAILED, "no step was timed with it"), None
         ratio = proof.ratio([took], [self.plain], flow=False).bounds
         alike = losses.compare([self.plain.losses], [took.losses])
         fewer = 1 - _size(look, item) / max(1, _size(self.before, item))
@@ -67,9 +67,9 @@ class Goal:
             f"at {percent_text(point - 1)} more time; {alike.detail}"
         )
         fits = self.limit_bytes > 0 and look.most_bytes <= self.limit_bytes
-        status = KEPT if fewer >= LEAST_SAVED and (fits or point - 1 <= self.cost) else REVERTED
+        status = Status.KEPT if fewer >= LEAST_SAVED and (fits or point - 1 <= self.cost) else Status.REVERTED
         if alike.passed is False:
-            status = FAILED
+            status = Status.FAILED
         verdict = _verdict(item, status, reason)
         return dataclasses.replace(
             verdict,
@@ -111,16 +111,16 @@ def reach(
             verdict, look = goal.tried(item, kept, told)
             records.save_verdict(run_dir, verdict)
             say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
-            if verdict.status == KEPT:
+            if verdict.status == Status.KEPT:
                 kept.append(item_of(verdict))
                 now = look
                 break
         if goal.before.device == "cuda":
-            item = PlanItem(transform="expandable_segments", status=KEPT, semantics="exact")
+            item = PlanItem(transform="expandable_segments", status=Status.KEPT, semantics="exact")
             verdict, look = goal.tried(item, kept, "")
             records.save_verdict(run_dir, verdict)
             say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
-            if verdict.status == KEPT:
+            if verdict.status == Status.KEPT:
                 kept.append(item_of(verdict))
                 now = look
     except KeyboardInterrupt:
@@ -186,7 +186,7 @@ def sets(look: MemoryLook, limit_bytes: int) -> list[tuple[PlanItem, str]]:
         told = f", {len(plan.modules)} modules: {bytes_text(plan.saved_bytes)} and {time_text(plan.added_us)} predicted"
         item = PlanItem(
             transform="checkpoint_activations",
-            status=KEPT,
+            status=Status.KEPT,
             parameters={"modules": modules},
             semantics="exact",
             predicted=f"{bytes_text(plan.saved_bytes)} less, {plan.added_us / max(1.0, look.step_us):.1%} more time",
@@ -200,7 +200,7 @@ def _size(look: MemoryLook, item: PlanItem) -> int:
     return look.reserved_bytes if item.transform == "expandable_segments" else look.most_bytes
 
 
-def _verdict(item: PlanItem, status: str, reason: str) -> Verdict:
+def _verdict(item: PlanItem, status: Status, reason: str) -> Verdict:
     row = transform_table.row(item.transform)
     return Verdict(
         transform=item.transform,
@@ -216,7 +216,7 @@ def _verdict(item: PlanItem, status: str, reason: str) -> Verdict:
 def item_of(verdict: Verdict) -> PlanItem:
     return PlanItem(
         transform=verdict.transform,
-        status=KEPT,
+        status=Status.KEPT,
         parameters=dict(verdict.parameters),
         semantics=verdict.semantics.value,
         reason=verdict.reason,

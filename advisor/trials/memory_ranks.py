@@ -19,7 +19,7 @@ from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.held import MemoryLook
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.units import bytes_text, percent_text
-from advisor.core.verdict import KEPT, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.distributed import place, starting
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
@@ -156,7 +156,7 @@ def _recompute(chosen: Tried, run_dir: Path, limits: Limits, kept: list[PlanItem
         verdict, look = goal.tried(item, (), told)
         records.save_verdict(run_dir, verdict)
         say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
-        if verdict.status == KEPT and look is not None:
+        if verdict.status == Status.KEPT and look is not None:
             kept.append(item_of(verdict))
             return look.most_bytes
     return held

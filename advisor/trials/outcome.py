@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from advisor.core.errors import INTERRUPTED, ExitCode
 from advisor.core.transform_row import TOGETHER
 from advisor.core.units import bounds_text
-from advisor.core.verdict import KEPT, OPEN, UNCONFIRMED, Round, TrialLog
+from advisor.core.verdict import OPEN, Round, Status, TrialLog
 from advisor.trials import records, spent
 from advisor.trials.proof import Proof
 from advisor.trials.script import Script
@@ -65,20 +65,20 @@ def leave_unconfirmed(script: Script, proved: Proof | None) -> None:
     for item in records.kept_items(script.run_dir):
         if item.transform in held:
             continue
-        records.revise_kept(script.run_dir, item.transform, status=UNCONFIRMED, reason=reason)
+        records.revise_kept(script.run_dir, item.transform, status=Status.UNCONFIRMED, reason=reason)
 
 
 def exit_code(log: TrialLog) -> int:
     """0 when something is kept and proved, or there was nothing to do; 3 where a fault in advisor has ended it; 130 where the user
     has, before anything was proved; 4 when noise, time, the script or the user's answers left it open.
     """
-    if any(v.status == KEPT for v in log.verdicts) and log.stack is not None and log.stack.passed:
+    if any(v.status == Status.KEPT for v in log.verdicts) and log.stack is not None and log.stack.passed:
         return int(ExitCode.OK)
     if log.fault:
         return int(ExitCode.OWN_FAULT)
     if log.interrupted:
         return INTERRUPTED
-    if any(v.status == KEPT for v in log.verdicts):
+    if any(v.status == Status.KEPT for v in log.verdicts):
         return int(ExitCode.INCONCLUSIVE)
     open_ended = any(v.status in OPEN for v in log.verdicts) or not log.complete
     return int(ExitCode.INCONCLUSIVE if open_ended else ExitCode.OK)

@@ -9,12 +9,12 @@ from statistics import fmean
 
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.plan import PlanItem
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
+from advisor.core.verdict import Blocks, Check, Status, Verdict
 from advisor.trials import budget, losses, records, spent
 from advisor.trials.flow import every_us
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.records import Measurement
-from advisor.trials.statistics import MORE, PROCESS_STAGES, Decision, decide
+from advisor.trials.statistics import PROCESS_STAGES, Decision, decide
 
 
 @dataclass(slots=True, eq=False)
@@ -50,16 +50,16 @@ def try_in_pairs(
     if found is None:
         return None
     status, reason, numerics = found.status, found.reason, None
-    if status == KEPT:
+    if status == Status.KEPT:
         numerics = losses.compare(
             [m.losses for m in pairs.off],
             [m.losses for m in pairs.on],
             precision=candidate.semantics is Semantics.PRECISION,
         )
         if numerics.passed is False:
-            status, reason = REVERTED, f"it changes the training: {numerics.detail}"
+            status, reason = Status.REVERTED, f"it changes the training: {numerics.detail}"
         elif numerics.passed is None:
-            status, reason = INCONCLUSIVE, f"its losses could not be compared: {numerics.detail}"
+            status, reason = Status.INCONCLUSIVE, f"its losses could not be compared: {numerics.detail}"
     times_us = pairs.times_us
     return records.verdict_on(
         candidate,
@@ -68,7 +68,7 @@ def try_in_pairs(
         gain=found.gain,
         effect=Check(passed=True, detail="on from the start in fresh runs") if pairs.on else None,
         numerics=numerics,
-        timing=Check(passed=status == KEPT, detail=reason) if times_us else None,
+        timing=Check(passed=status == Status.KEPT, detail=reason) if times_us else None,
         blocks=Blocks(
             off_us=tuple(off for off, _ in times_us),
             on_us=tuple(on for _, on in times_us),
@@ -88,10 +88,10 @@ def _decided(
     until: float,
 ) -> Decision | None:
     """Run pairs, in ABBA order, until they decide; they are added to `pairs`."""
-    item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
+    item = PlanItem(transform=candidate.transform, status=Status.KEPT, parameters=dict(candidate.parameters))
     script, title = runs.script, records.title_of(candidate)
 
-    def ended(status: str, reason: str) -> Decision:
+    def ended(status: Status, reason: str) -> Decision:
         return Decision(status, None, None, reason)
 
     while time.time() < until:
@@ -104,17 +104,19 @@ def _decided(
                 return None
             if found is None:
                 if on:
-                    return ended("failed", f"a fresh run with it gave no measurement: {runs.why_none}")
-                return ended(INCONCLUSIVE, f"the script gave no measurement in a fresh run without it: {runs.why_none}")
+                    return ended(Status.FAILED, f"a fresh run with it gave no measurement: {runs.why_none}")
+                return ended(
+                    Status.INCONCLUSIVE, f"the script gave no measurement in a fresh run without it: {runs.why_none}"
+                )
             arms[on] = found
         if candidate.transform not in arms[True].applied:
-            return ended("not applicable", arms[True].left_out.get(candidate.transform, "it was not applied"))
+            return ended(Status.NOT_APPLICABLE, arms[True].left_out.get(candidate.transform, "it was not applied"))
         pairs.off.append(arms[False])
         pairs.on.append(arms[True])
         times_us = pairs.times_us
         if len(times_us) == 2 and all(on >= off for off, on in times_us):
-            return ended(REVERTED, "no faster in either of two pairs of fresh runs")
+            return ended(Status.REVERTED, "no faster in either of two pairs of fresh runs")
         decision = decide(times_us, min_gain, max_pairs=min(max_pairs, PROCESS_STAGES[-1]), stages=PROCESS_STAGES)
-        if decision.status != MORE:
+        if decision.status != Status.MORE:
             return decision
-    return ended(INCONCLUSIVE, budget.LATE)
+    return ended(Status.INCONCLUSIVE, budget.LATE)

@@ -19,7 +19,7 @@ from advisor.core import storage
 from advisor.core.attempt import ATTEMPT_FILE, PATCH, Attempt
 from advisor.core.errors import AdvisorError
 from advisor.core.units import bounds_text, counted, percent_text
-from advisor.core.verdict import FAILED, INCONCLUSIVE, KEPT, NOT_APPLICABLE, REVERTED, Check
+from advisor.core.verdict import Check, Status
 from advisor.profiling.beside.command import BrokenScript, ScriptCommand
 from advisor.profiling.beside.launcher import Elsewhere, launch
 from advisor.trials import losses, proof, shadow, spent
@@ -85,18 +85,18 @@ class _Trial:
             **checks,
         }
 
-    def _round(self, number: int, runs: _Both) -> tuple[str, str] | None:
+    def _round(self, number: int, runs: _Both) -> tuple[Status, str] | None:
         """Two runs of each kind more; a verdict with its reason where one of them ends the trial."""
         for kind in ROUND:
             one, gathered = (self.plain, runs.plain) if kind == PLAIN else (self.changed, runs.changed)
             self.say(f"round {number}: {'the script as it is' if kind == PLAIN else 'the patched copy'}")
             found = one.measure(spent.STACK, (), turn=len(gathered), watched=self.copy.paths())
             if one.script.interrupted:
-                return INCONCLUSIVE, "interrupted"
+                return Status.INCONCLUSIVE, "interrupted"
             if found is None and kind == PLAIN:
                 raise AdvisorError(f"the script as it is gave no measurement: {one.script.why_unmeasured}")
             if found is None:
-                return FAILED, f"the patched script gave no measurement: {one.script.why_unmeasured}"
+                return Status.FAILED, f"the patched script gave no measurement: {one.script.why_unmeasured}"
             gathered.append(found)
         return None
 
@@ -133,7 +133,7 @@ def try_patch(
         patched = Script(_command_in(copy, words, module), run_dir, there, say)
     except BrokenScript as error:
         told = f"the patched script does not compile: {str(error).splitlines()[-1]}"
-        outcome: dict[str, Any] = {"verdict": FAILED, "reason": told}
+        outcome: dict[str, Any] = {"verdict": Status.FAILED, "reason": told}
     else:
         trial = _Trial(
             plain=FreshRuns(Script(command, run_dir, start, say), limits.trial_s, settle_s=SETTLE_S),
@@ -234,17 +234,17 @@ def _decided(checks: dict[str, Check]) -> bool:
     return refused or checks["timing"].passed is not None
 
 
-def _verdict(checks: dict[str, Check]) -> tuple[str, str]:
+def _verdict(checks: dict[str, Check]) -> tuple[Status, str]:
     effect, numerics, timing = checks["effect"], checks["numerics"], checks["timing"]
     if effect.passed is False:
-        return NOT_APPLICABLE, effect.detail
+        return Status.NOT_APPLICABLE, effect.detail
     if numerics.passed is False:
-        return REVERTED, f"it changes the training: {numerics.detail}"
+        return Status.REVERTED, f"it changes the training: {numerics.detail}"
     if timing.passed is None:
-        return INCONCLUSIVE, timing.detail
+        return Status.INCONCLUSIVE, timing.detail
     if timing.passed and numerics.passed is None:
-        return INCONCLUSIVE, f"{timing.detail}; whether it trains alike is open: {numerics.detail}"
-    return (KEPT if timing.passed else REVERTED), timing.detail
+        return Status.INCONCLUSIVE, f"{timing.detail}; whether it trains alike is open: {numerics.detail}"
+    return (Status.KEPT if timing.passed else Status.REVERTED), timing.detail
 
 
 def _notes(runs: _Both) -> tuple[str, ...]:

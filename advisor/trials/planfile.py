@@ -18,7 +18,7 @@ from advisor.core.errors import AdvisorError, cause
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanHashes, PlanItem
 from advisor.core.transform_table import ROWS
-from advisor.core.verdict import KEPT, OPEN, STATUSES, UNTRIED
+from advisor.core.verdict import OPEN, STATUSES, UNTRIED, Status
 from advisor.profiling.beside.command import script_name
 from advisor.resources import kernels_dir
 
@@ -207,11 +207,11 @@ class _Reader:
             values["parameters"] = {
                 name: self.text(value, f"parameter {name!r} of {what}") for name, value in pairs.items()
             }
-        status = self.choice(found["status"], f"status of {what}", STATUSES)
+        status = Status(self.choice(found["status"], f"status of {what}", STATUSES))
         # What is only on record may be advice that no transform stands for.
         transform = (
             self.choice(found["transform"], f"transform of {what}", tuple(ROWS))
-            if status == "kept"
+            if status == Status.KEPT
             else self.text(found["transform"], f"transform of {what}")
         )
         return PlanItem(transform=transform, status=status, **values)
@@ -220,7 +220,7 @@ class _Reader:
 def left_open(plan: Plan) -> bool:
     """Whether the plan says nothing for good: none of it is kept, and nothing was tried, or some of it is open."""
     statuses = {item.status for item in plan.items}
-    return KEPT not in statuses and (statuses <= UNTRIED or bool(statuses & OPEN))
+    return Status.KEPT not in statuses and (statuses <= UNTRIED or bool(statuses & OPEN))
 
 
 def script_of(plan: Plan) -> str:

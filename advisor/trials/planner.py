@@ -17,7 +17,7 @@ from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.transform_row import TOGETHER, Stage
 from advisor.core.transform_table import conflicts, having, row, title
-from advisor.core.verdict import Verdict
+from advisor.core.verdict import Status, Verdict
 
 LAYOUT = "channels_last"
 GRAPHS = "cuda_graphs"
@@ -166,14 +166,14 @@ def layout_with_half(verdicts: Sequence[Verdict], candidates: Sequence[Recommend
     seen = {(identity(v), v.round): v for v in verdicts}
     pair: list[Recommendation] = []
     for names in ({LAYOUT}, HALF):
-        if any(v.status == "kept" and v.transform in names for v in verdicts):
+        if any(v.status == Status.KEPT and v.transform in names for v in verdicts):
             return ()
         tried = ((c, seen.get((identity(c), c.round))) for c in candidates if c.transform in names and not c.parameters)
         lost = [c for c, v in tried if v is not None and _right_but_slow(v)]
         if not lost:
             return ()
         pair.append(lost[0])
-    kept = {v.transform for v in verdicts if v.status == "kept"}
+    kept = {v.transform for v in verdicts if v.status == Status.KEPT}
     return () if any(kept & set(conflicts(c.transform)) for c in pair) else tuple(pair)
 
 
@@ -186,13 +186,13 @@ def left_open(
     step (half precision and the fused optimizer under CUDA graphs), and both together do. None unless there are two or more, which
     seemed to gain twice `min_gain` between them: less would be hidden once more.
     """
-    kept = {v.transform for v in verdicts if v.status == "kept"}
+    kept = {v.transform for v in verdicts if v.status == Status.KEPT}
     seen = {(identity(v), v.round): v for v in verdicts}
     found: list[Recommendation] = []
     gains = 0.0
     for candidate in candidates:
         verdict = seen.get((identity(candidate), candidate.round))
-        if verdict is None or verdict.status != "inconclusive" or not _right_but_slow(verdict):
+        if verdict is None or verdict.status != Status.INCONCLUSIVE or not _right_but_slow(verdict):
             continue
         if (
             candidate.parameters
@@ -250,7 +250,7 @@ def second_look(
     latest = {identity(v): place for place, v in enumerate(verdicts)}
     turns = Counter(identity(v) for v in verdicts)
     graphs, half = _kept_at(verdicts, {GRAPHS}), _kept_at(verdicts, HALF)
-    kept = {v.transform for v in verdicts if v.status == "kept"}
+    kept = {v.transform for v in verdicts if v.status == Status.KEPT}
 
     def again(candidate: Recommendation) -> bool:
         place = latest.get(identity(candidate))
@@ -277,11 +277,11 @@ def identity(item: Verdict | Recommendation | PlanItem) -> tuple[str, tuple[tupl
 
 def _kept_at(verdicts: Sequence[Verdict], transforms: Set[str]) -> int:
     """Where the first of these was kept; 0 when none was."""
-    return next((i for i, v in enumerate(verdicts) if v.status == "kept" and v.transform in transforms), 0)
+    return next((i for i, v in enumerate(verdicts) if v.status == Status.KEPT and v.transform in transforms), 0)
 
 
 def _open(verdict: Verdict) -> bool:
-    return verdict.status in ("reverted", "inconclusive") and verdict.first_step_us < LONG_FIRST_STEP_US
+    return verdict.status in (Status.REVERTED, Status.INCONCLUSIVE) and verdict.first_step_us < LONG_FIRST_STEP_US
 
 
 def _right_but_slow(verdict: Verdict) -> bool:
@@ -308,7 +308,7 @@ def _of_a_longer_step(verdict: Verdict, step_us: float) -> bool:
 def _hidden(verdict: Verdict) -> bool:
     """Noise left open whether it gains much of the step."""
     gained = verdict.gain is not None and verdict.gain.high >= LARGE_GAIN
-    return verdict.status == "inconclusive" and gained and _right_but_slow(verdict)
+    return verdict.status == Status.INCONCLUSIVE and gained and _right_but_slow(verdict)
 
 
 def _promises_more(candidate: Recommendation, verdict: Verdict) -> bool:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 from advisor.trials import planfile
 from advisor.trials.records import PLAN_FILE
 
@@ -48,7 +48,7 @@ def beside(plan: Plan, run_dir: Path, here: Path) -> tuple[Path, str]:
         The file to name from now on, and what to tell about it: "" where nothing was to be written.
     """
     theirs, ours = here / PLAN_FILE, run_dir / PLAN_FILE
-    if not any(item.status == KEPT for item in plan.items):
+    if not any(item.status == Status.KEPT for item in plan.items):
         return ours, ""
     if theirs.exists():
         try:

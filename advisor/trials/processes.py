@@ -16,7 +16,7 @@ from typing import Any
 
 from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
-from advisor.core.verdict import INCONCLUSIVE, REVERTED, Blocks, Verdict
+from advisor.core.verdict import Blocks, Status, Verdict
 from advisor.profiling.beside.launcher import Exit
 from advisor.trials import planner, proved_before, records, statistics
 from advisor.trials.budget import Budget
@@ -206,7 +206,7 @@ class SearchProcesses:
         current = records.load_current(self.script.run_dir)
         self._faults += 1
         if current is not None:
-            self._conclude(current, left, "failed", f"advisor switched itself off in its {current.phase}: {fault}")
+            self._conclude(current, left, Status.FAILED, f"advisor switched itself off in its {current.phase}: {fault}")
         if current is None or self._faults >= FAULTS:
             self.script.fault = f"advisor switched itself off in the script: {fault}"
 
@@ -265,21 +265,24 @@ class SearchProcesses:
         if error := self._error(ended):
             self._blamed[error] = verdict
 
-    def _blame(self, ended: Exit, current: InTrial) -> tuple[str, str]:
+    def _blame(self, ended: Exit, current: InTrial) -> tuple[Status, str]:
         """Status and reason of the candidate on trial when the process died."""
         if ended.signal == getattr(signal, "SIGALRM", None) or ended.timed_out:
             if time.time() >= self.deadline:
-                return INCONCLUSIVE, f"{self.why_late}, in its {current.phase}; give it more with --max-time"
-            return "failed", f"its {current.phase} did not end within {current.limit_s:.0f} s"
+                return Status.INCONCLUSIVE, f"{self.why_late}, in its {current.phase}; give it more with --max-time"
+            return Status.FAILED, f"its {current.phase} did not end within {current.limit_s:.0f} s"
         if ended.signal == signal.SIGKILL:
-            return "failed", f"the process was killed in its {current.phase}; the machine may have run out of memory"
+            return (
+                Status.FAILED,
+                f"the process was killed in its {current.phase}; the machine may have run out of memory",
+            )
         if ended.signal:
             where = records.native_fault(self.script.run_dir)
             told = f"the process died of signal {ended.signal} in its {current.phase}"
-            return "failed", f"{told} ({where})" if where else told
+            return Status.FAILED, f"{told} ({where})" if where else told
         # The script has run without it, and an error of its own is found out by `_scripts_own`.
         last = self.script.last_line or f"exit code {ended.code}"
-        return "failed", f"the change broke the script in its {current.phase}: {last}"
+        return Status.FAILED, f"the change broke the script in its {current.phase}: {last}"
 
     def _look_last(self, candidates: Sequence[Recommendation]) -> None:
         """A trial that the script's end had cut short, and time now ends: what its pairs say is its verdict."""
@@ -287,19 +290,19 @@ class SearchProcesses:
         if current is None or not current.pairs:
             return
         last = decide(current.pairs, self.min_gain, max_pairs=self.max_pairs, last=True, anew=True)
-        status = REVERTED if last.status == REVERTED else INCONCLUSIVE
+        status = Status.REVERTED if last.status == Status.REVERTED else Status.INCONCLUSIVE
         self._conclude(current, candidates, status, f"{self.why_late}: {last.reason}", last.gain)
 
     def _give_up(self, left: Sequence[Recommendation]) -> None:
         current = records.load_current(self.script.run_dir) or _in_trial(left[0])
         reason = "the script ends before a trial fits into it; let it run for more steps"
-        self._conclude(current, left, INCONCLUSIVE, reason)
+        self._conclude(current, left, Status.INCONCLUSIVE, reason)
 
     def _conclude(
         self,
         current: InTrial,
         candidates: Sequence[Recommendation],
-        status: str,
+        status: Status,
         reason: str,
         gain: Interval | None = None,
     ) -> Verdict:

@@ -18,7 +18,7 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanItem
-from advisor.core.verdict import KEPT, SKIPPED, UNCONFIRMED, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
 from advisor.trials import budget, fresh, outcome, planfile, planner, records
@@ -28,7 +28,7 @@ from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
 from advisor.userfiles import owners
 
-TO_PROVE = frozenset({KEPT, UNCONFIRMED})
+TO_PROVE = frozenset({Status.KEPT, Status.UNCONFIRMED})
 
 
 def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) -> Plan:
@@ -41,7 +41,7 @@ def wanted(plan: Plan, *, only: Sequence[str] = (), skip: Sequence[str] = ()) ->
     def chosen(item: PlanItem) -> PlanItem:
         if item.status not in TO_PROVE or (item.transform not in skip and (not only or item.transform in only)):
             return item
-        return dataclasses.replace(item, status=SKIPPED, reason="left out by --only or --skip")
+        return dataclasses.replace(item, status=Status.SKIPPED, reason="left out by --only or --skip")
 
     left = dataclasses.replace(plan, items=tuple(chosen(item) for item in plan.items))
     if not any(item.status in TO_PROVE for item in left.items):
@@ -86,7 +86,7 @@ def prove_plan(
     runs = FreshRuns(
         script, limits.trial_s, settle_s=budget.SETTLE_S if settles else 0.0, kernel_steps=fresh.KERNEL_STEPS
     )
-    known = {records.attempt(v) for v in records.verdicts(run_dir) if v.status == KEPT}
+    known = {records.attempt(v) for v in records.verdicts(run_dir) if v.status == Status.KEPT}
     for verdict in map(_verdict, kept):
         if records.attempt(verdict) not in known:  # a search that has just kept it says more of it
             records.save_verdict(run_dir, verdict)
@@ -124,7 +124,7 @@ def _notes(script: Script, proved: Proof | None) -> list[str]:
 def _verdict(item: PlanItem) -> Verdict:
     return Verdict(
         transform=item.transform,
-        status=KEPT,
+        status=Status.KEPT,
         reason=item.reason,
         parameters=dict(item.parameters),
         title=transform_table.title(item.transform),

@@ -18,7 +18,7 @@ from advisor.core import storage, transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import KEPT, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.trials import ledger, outcome, planfile
 
 
@@ -57,7 +57,7 @@ def workload(profile: StepProfile) -> str:
 def entry(log: TrialLog, profile: StepProfile) -> Whole | None:
     """What this search has proved; None where it has not, or nobody can tell what was trained."""
     speedup, trained = outcome.speedup(log), workload(profile)
-    proved = tuple(sorted(verdict.transform for verdict in log.verdicts if verdict.status == KEPT))
+    proved = tuple(sorted(verdict.transform for verdict in log.verdicts if verdict.status == Status.KEPT))
     if not (speedup and trained and proved):
         return None
     return Whole(

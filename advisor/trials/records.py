@@ -16,7 +16,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.transform_row import Stage
-from advisor.core.verdict import KEPT, SKIPPED, Check, Verdict
+from advisor.core.verdict import Check, Status, Verdict
 from advisor.trials.statistics import rate_by_means, whole_blocks
 
 # What `apply` shows for its work, ...
@@ -133,7 +133,7 @@ def title_of(candidate: Recommendation) -> str:
     return f"{title} ({', '.join(f'{setting} {value}' for setting, value in candidate.parameters.items())})"
 
 
-def verdict_on(candidate: Recommendation, status: str, reason: str, **more: Any) -> Verdict:
+def verdict_on(candidate: Recommendation, status: Status, reason: str, **more: Any) -> Verdict:
     """The verdict on this candidate; `more`: further fields of it, and those that are not the candidate's."""
     found = Verdict(
         transform=candidate.transform,
@@ -172,7 +172,7 @@ def left(verdicts: Iterable[Verdict]) -> float | None:
     """
     gains: dict[frozenset[str], float] = {}
     for verdict in verdicts:
-        if verdict.status != KEPT:
+        if verdict.status != Status.KEPT:
             continue
         numbers = verdict.timing.numbers if verdict.timing is not None else {}
         if verdict.gain is not None and verdict.gain_of == "step":
@@ -188,7 +188,7 @@ def left(verdicts: Iterable[Verdict]) -> float | None:
 def skip(run_dir: Path, candidates: Iterable[Recommendation], reason: str) -> None:
     """The verdict on each of these: not tried, and why."""
     for candidate in candidates:
-        save_verdict(run_dir, verdict_on(candidate, SKIPPED, reason))
+        save_verdict(run_dir, verdict_on(candidate, Status.SKIPPED, reason))
 
 
 def save_verdict(run_dir: Path, verdict: Verdict) -> None:
@@ -218,16 +218,16 @@ def withdraw(run_dir: Path, verdict: Verdict) -> None:
 def revise_kept(run_dir: Path, transform: str, **changes: Any) -> None:
     """The verdicts that keep this transform say something else from now on."""
     for verdict in verdicts(run_dir):
-        if verdict.transform == transform and verdict.status == KEPT:
+        if verdict.transform == transform and verdict.status == Status.KEPT:
             save_verdict(run_dir, dataclasses.replace(verdict, **changes))
 
 
 def kept_items(run_dir: Path) -> tuple[PlanItem, ...]:
     """What is kept so far, in the order of trial."""
     return tuple(
-        PlanItem(transform=v.transform, status=KEPT, parameters=dict(v.parameters), semantics=v.semantics.value)
+        PlanItem(transform=v.transform, status=Status.KEPT, parameters=dict(v.parameters), semantics=v.semantics.value)
         for v in verdicts(run_dir)
-        if v.status == KEPT
+        if v.status == Status.KEPT
     )
 
 

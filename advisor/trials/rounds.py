@@ -21,7 +21,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
-from advisor.core.verdict import KEPT, Round, Verdict
+from advisor.core.verdict import Round, Status, Verdict
 from advisor.profiling.after.assemble import assemble
 from advisor.trials import planner, records, spent
 from advisor.trials.choosing import Chooser
@@ -178,7 +178,7 @@ class Rounds:
 
 def moved(verdicts: Sequence[Verdict], number: int, least: float) -> bool:
     """Whether what round `number` kept has taken `least` of the step, or it is not known how much."""
-    kept = [v for v in verdicts if v.round == number and v.status == KEPT]
+    kept = [v for v in verdicts if v.round == number and v.status == Status.KEPT]
     left = records.left(kept)
     return bool(kept) and (left is None or left <= 1.0 - least)
 
@@ -200,7 +200,7 @@ def candidates(
     """
     recommended = [dataclasses.replace(r, round=number) for r in recommended]
     before = {planner.identity(item) for item in known}
-    kept = {v.transform for v in verdicts if v.status == KEPT}
+    kept = {v.transform for v in verdicts if v.status == Status.KEPT}
     new = [r for r in recommended if planner.identity(r) not in before and r.transform not in kept]
     asked_again = {planner.identity(r): r for r in recommended}
     latest = {planner.identity(r): asked_again.get(planner.identity(r), r) for r in known}

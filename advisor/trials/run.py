@@ -9,7 +9,7 @@ from typing import Any
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.transform_table import having
-from advisor.core.verdict import KEPT, UNCONFIRMED
+from advisor.core.verdict import Status
 from advisor.distributed import starting
 from advisor.distributed.place import FAILED, REFUSED
 from advisor.loop.session import DISABLE_VARIABLE, Session, disabled
@@ -45,7 +45,7 @@ def run_plan(
     Raises:
         AdvisorError: with `strict`, when anything has changed since the plan was proved.
     """
-    kept = tuple(item for item in plan.items if item.status == KEPT)
+    kept = tuple(item for item in plan.items if item.status == Status.KEPT)
     own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
     now = planfile.hashes_here(command.name, environment=_environment_text())
     changed = planfile.mismatches(plan, command.name, now, uses_kernels=bool(own_kernels))
@@ -66,7 +66,7 @@ def run_plan(
         kept = tuple(item for item in kept if item not in own_kernels)
     kept = (*kept, *also)
     if not kept:
-        waiting = sum(item.status == UNCONFIRMED for item in plan.items)
+        waiting = sum(item.status == Status.UNCONFIRMED for item in plan.items)
         settle = (
             f" ({waiting} are not confirmed in fresh runs: `advisor apply --plan {path}` settles it)" if waiting else ""
         )

@@ -19,7 +19,7 @@ from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.units import percent_text, time_text
-from advisor.core.verdict import KEPT, SKIPPED, TrialLog
+from advisor.core.verdict import Status, TrialLog
 from advisor.loop.session import Session
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
@@ -210,7 +210,7 @@ class Search:
         for part in FROM_START:
             for candidate in wanted:
                 others = tuple(c.transform for c in wanted if c is not candidate)
-                verdict = records.verdict_on(candidate, KEPT, "on from the script's start", together=others)
+                verdict = records.verdict_on(candidate, Status.KEPT, "on from the script's start", together=others)
                 records.save_verdict(self.script.run_dir, verdict)
             self.proved = self.stack.prove(quick=True)
             rest = [c for c in wanted if transform_table.row(c.transform).part != part]
@@ -260,7 +260,7 @@ class Search:
         if not (tried or script.over or script.failed) and any(self.choose.outcome(c) is None for c in waiting):
             script.notes.append(_too_short(self.processes.budget, script.start_s, self.profiled_s - self.before_s))
         for candidate in waiting:
-            status, reason = self.choose.outcome(candidate) or (SKIPPED, _why_open(script, self.processes))
+            status, reason = self.choose.outcome(candidate) or (Status.SKIPPED, _why_open(script, self.processes))
             records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
         if self.processes.ended_early > 1:
             script.notes.append(
@@ -313,7 +313,7 @@ def _why_open(script: Script, processes: SearchProcesses) -> str:
 
 def _plan(script: Script, log: TrialLog, profile: StepProfile | None) -> Plan:
     latest = {planner.identity(v): v for v in log.verdicts}  # of a change that was tried in two rounds the later trial
-    ordered = sorted(latest.values(), key=lambda v: v.status != KEPT)
+    ordered = sorted(latest.values(), key=lambda v: v.status != Status.KEPT)
     return Plan(
         script=log.script,
         argv=log.argv,

@@ -18,7 +18,7 @@ from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.units import percent_text
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, Blocks, Check, StackVerdict, Verdict
+from advisor.core.verdict import Blocks, Check, StackVerdict, Status, Verdict
 from advisor.trials import fresh, losses, planner, proof, records, spent
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
@@ -125,7 +125,7 @@ class StackTrial:
             hidden = proof.leaves_open(verdict, self.min_gain)
             why = "noise hides what it does" if hidden else "together with the other changes it did not hold"
             for item in dropped:
-                status = INCONCLUSIVE if hidden else REVERTED
+                status = Status.INCONCLUSIVE if hidden else Status.REVERTED
                 self._revert(item, f"{why} in fresh runs: {verdict.detail}", status=status)
             if before is not None and _names(kept) == set(before.items):
                 return before
@@ -182,7 +182,7 @@ class StackTrial:
     def _least_trusted(self, kept: Sequence[PlanItem]) -> list[PlanItem]:
         """What is dropped first of what does not hold together: the latest change, or of those that were tried as one, a class."""
         verdicts = records.verdicts(self.script.run_dir)
-        as_one = {v.transform for v in verdicts if v.status == KEPT and v.together}
+        as_one = {v.transform for v in verdicts if v.status == Status.KEPT and v.together}
         alone = [item for item in kept if item.transform not in as_one]
         classes = [kind for kind in LEFT_OUT if any(kind_of(item.transform) == kind for item in kept)]
         if alone or not classes:
@@ -194,7 +194,9 @@ class StackTrial:
         if before is not None:
             for item in kept:
                 if item.transform not in before.items:
-                    self._revert(item, f"not confirmed on top of what is proved: {verdict.detail}", status=UNCONFIRMED)
+                    self._revert(
+                        item, f"not confirmed on top of what is proved: {verdict.detail}", status=Status.UNCONFIRMED
+                    )
         return before
 
     @staticmethod
@@ -222,7 +224,7 @@ class StackTrial:
                 if share == 1.0:
                     script.notes.append(f"no time was left to try {title} with the kept changes")
                 continue
-            item = PlanItem(transform=candidate.transform, status=KEPT, parameters=dict(candidate.parameters))
+            item = PlanItem(transform=candidate.transform, status=Status.KEPT, parameters=dict(candidate.parameters))
             script.say(f"the kept changes with {title}, in fresh runs")
             settled = partial(self._gains_nothing, proved, (*kept, item))
             runs = self._seeded(spent.ON_TOP, (*kept, item), settled)
@@ -241,7 +243,7 @@ class StackTrial:
             verdict = self._on_top(candidate, runs, ratio, numerics, whole)
             records.save_verdict(script.run_dir, verdict)
             script.say(f"{title}: {verdict.status}, {verdict.reason}")
-            if verdict.status == KEPT:
+            if verdict.status == Status.KEPT:
                 proved = self._proof(whole, proved.plain, runs, (*kept, item))
         return proved
 
@@ -259,7 +261,7 @@ class StackTrial:
         until = self.budget.left_out_until()
         verdicts = records.verdicts(script.run_dir)
         gains = {v.transform: v.gain.low for v in verdicts if v.gain is not None}
-        together = {v.transform for v in verdicts if v.status == KEPT and v.together}
+        together = {v.transform for v in verdicts if v.status == Status.KEPT and v.together}
         known = {v.transform for v in verdicts if v.left_out_gain is not None}
         open_items = [item for item in kept if item.transform not in known]
         unasked: list[str] = []
@@ -419,25 +421,25 @@ class StackTrial:
         """
         if not runs:
             return records.verdict_on(
-                candidate, "failed", f"a fresh run with it gave no measurement: {self.runs.why_none}"
+                candidate, Status.FAILED, f"a fresh run with it gave no measurement: {self.runs.why_none}"
             )
         left_out = next((m.left_out[candidate.transform] for m in runs if candidate.transform in m.left_out), "")
         if left_out:
-            return records.verdict_on(candidate, "not applicable", left_out)
+            return records.verdict_on(candidate, Status.NOT_APPLICABLE, left_out)
         gain = ratio.saved("on top, fresh runs")
-        status, reason = INCONCLUSIVE, "too few steps were timed in fresh runs"
+        status, reason = Status.INCONCLUSIVE, "too few steps were timed in fresh runs"
         if gain is not None:
             told = f"{percent_text(gain.low)} to {percent_text(gain.high)} of the step saved on top of what is kept"
             if gain.low > self.min_gain:
-                status, reason = KEPT, told
+                status, reason = Status.KEPT, told
             elif gain.high < self.min_gain:
-                status, reason = REVERTED, f"no gain above {percent_text(self.min_gain)}: {told}"
+                status, reason = Status.REVERTED, f"no gain above {percent_text(self.min_gain)}: {told}"
             else:
                 reason = f"too noisy to confirm a gain of {percent_text(self.min_gain)}: {told}"
-        if status == KEPT and numerics.passed is False:
-            status, reason = REVERTED, f"it changes the training: {numerics.detail}"
-        elif status == KEPT and whole.passed is not True:
-            status = REVERTED if whole.passed is False else INCONCLUSIVE
+        if status == Status.KEPT and numerics.passed is False:
+            status, reason = Status.REVERTED, f"it changes the training: {numerics.detail}"
+        elif status == Status.KEPT and whole.passed is not True:
+            status = Status.REVERTED if whole.passed is False else Status.INCONCLUSIVE
             reason = f"with it the plan does not hold: {whole.detail}"
         return records.verdict_on(
             candidate,
@@ -446,8 +448,8 @@ class StackTrial:
             gain=gain,
             effect=Check(passed=True, detail="on in fresh runs"),
             numerics=numerics,
-            timing=Check(passed=status == KEPT, detail=reason),
-            left_out_gain=gain if status == KEPT else None,
+            timing=Check(passed=status == Status.KEPT, detail=reason),
+            left_out_gain=gain if status == Status.KEPT else None,
             blocks=Blocks(
                 off_us=ratio.slow_us,
                 on_us=ratio.fast_us,
@@ -463,7 +465,7 @@ class StackTrial:
     def _unproved(self, kept: Sequence[PlanItem], why: str, verdict: StackVerdict | None = None) -> Proof:
         """Nothing stays kept that was not proved together with the rest; what that leaves open is unconfirmed."""
         for item in kept:
-            self._revert(item, f"not confirmed in fresh runs: {why}", status=UNCONFIRMED)
+            self._revert(item, f"not confirmed in fresh runs: {why}", status=Status.UNCONFIRMED)
         return Proof(verdict=dataclasses.replace(verdict or StackVerdict(passed=None, detail=""), detail=why))
 
     def _drop_unapplied(self, found: Measurement, kept: list[PlanItem]) -> bool:
@@ -472,10 +474,10 @@ class StackTrial:
         for item in dropped:
             kept.remove(item)
             reason = f"it could not be applied in a fresh run: {found.left_out[item.transform]}"
-            self._revert(item, reason, status=INCONCLUSIVE)
+            self._revert(item, reason, status=Status.INCONCLUSIVE)
         return bool(dropped)
 
-    def _revert(self, item: PlanItem, reason: str, status: str = REVERTED) -> None:
+    def _revert(self, item: PlanItem, reason: str, status: Status = Status.REVERTED) -> None:
         records.revise_kept(self.script.run_dir, item.transform, status=status, reason=reason)
 
 

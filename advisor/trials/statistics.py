@@ -20,7 +20,7 @@ from statistics import median, variance
 
 from advisor.core.findings import Interval
 from advisor.core.student import block_logs, t_quantile
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED
+from advisor.core.verdict import Status
 
 CONFIDENCE = 0.99
 # Share cut at either end, the usual one for trimmed means (Wilcox, Robust Estimation). With one block in twenty a quarter
@@ -50,7 +50,6 @@ BURST_RATIO, BURST_SHARE = 1.5, 0.08
 # Blocks with bursts that make medians meaningless, as a share of all.
 BURSTY_BLOCKS = 0.25
 
-MORE = "more"  # no verdict yet
 
 # A device that waits for its loader for this share of a step or more: what a change saves of the device's own time decides then, which
 # is steady where the waits are not. Below it a wait is too short to hide much, and the step itself decides.
@@ -59,10 +58,10 @@ WAITS_FRAC = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """status: kept, reverted, inconclusive, or more (pairs are needed). `gain` is the share of the step's time saved, or of the
+    """`gain` is the share of the step's time saved, or of the
     device's time in it where that decides; `step_point` is then what the step itself saves."""
 
-    status: str
+    status: Status
     gain: Interval | None
     point: float | None
     reason: str
@@ -130,42 +129,42 @@ def decide(
     """
     usable = [s for s in stages if s < max_pairs] + [max_pairs]
     if not last and len(pairs) not in usable and len(pairs) < usable[-1]:
-        return Decision(MORE, None, None, f"{len(pairs)} pairs so far")
+        return Decision(Status.MORE, None, None, f"{len(pairs)} pairs so far")
     confidence = 1.0 - (1.0 - CONFIDENCE) / (len(usable) + anew)
     result = gain_interval(pairs, confidence)
     if result is None:
         few = "fewer than two pairs of blocks were timed" if len(pairs) < 2 else ""
-        return Decision(INCONCLUSIVE, None, None, few or "block times are missing or not positive")
+        return Decision(Status.INCONCLUSIVE, None, None, few or "block times are missing or not positive")
     gain, point = result
     told = f"{_share(point)} of the step saved ({_interval(gain)}, {len(pairs)} pairs)"
     if gain.low > min_gain:
         if len(pairs) >= usable[0]:
-            return Decision(KEPT, gain, point, told)
-        return Decision(INCONCLUSIVE, gain, point, f"too few pairs to keep it: {told}")
+            return Decision(Status.KEPT, gain, point, told)
+        return Decision(Status.INCONCLUSIVE, gain, point, f"too few pairs to keep it: {told}")
     if gain.high < min_gain:
         if gain.high < 0:
             slower = f"{_share(-gain.high)} to {_share(-gain.low)}, {len(pairs)} pairs"
             told = f"slower: {_share(-point)} added to the step ({slower})"
         else:
             told = f"no gain above {_share(min_gain)}: {told}"
-        return Decision(REVERTED, gain, point, told)
+        return Decision(Status.REVERTED, gain, point, told)
     apart = _apart(pairs, min_gain, confidence)
     if apart is not None and apart < min_gain:
         told = f"no gain above {_share(min_gain)} between any two blocks: {told}"
-        return Decision(REVERTED, Interval(low=min(gain.low, apart), high=apart, basis=gain.basis), point, told)
+        return Decision(Status.REVERTED, Interval(low=min(gain.low, apart), high=apart, basis=gain.basis), point, told)
     if apart is not None and len(pairs) >= usable[0]:
         told = (
             f"{_share(point)} of the step saved ({_share(apart)} or more between any two blocks of {len(pairs)} pairs)"
         )
         basis = f"{len(pairs)} ABBA pairs, slowest block with against fastest without"
-        return Decision(KEPT, Interval(low=apart, high=gain.high, basis=basis), point, told)
+        return Decision(Status.KEPT, Interval(low=apart, high=gain.high, basis=basis), point, told)
     hidden = f"too noisy to confirm a gain of {_share(min_gain)}: {told}"
     if last or len(pairs) >= usable[-1]:
-        return Decision(INCONCLUSIVE, gain, point, hidden)
+        return Decision(Status.INCONCLUSIVE, gain, point, hidden)
     early = stages is EARLY_STAGES and len(pairs) < STAGES[0]  # three pairs say little of their own spread
     if not early and _hopeless(pairs, min_gain, usable[-1], confidence):
-        return Decision(INCONCLUSIVE, gain, point, f"{hidden}; more repeats would not settle it")
-    return Decision(MORE, gain, point, told)
+        return Decision(Status.INCONCLUSIVE, gain, point, f"{hidden}; more repeats would not settle it")
+    return Decision(Status.MORE, gain, point, told)
 
 
 def _apart(pairs: Sequence[tuple[float, float]], min_gain: float, confidence: float) -> float | None:
@@ -278,7 +277,7 @@ def trial(
     while True:
         decision = decide(pairs(), min_gain, max_pairs=max_pairs, anew=anew, stages=stages)
         looked = len(pairs()) >= (stages[0] if hasty else STAGES[0])
-        if decision.status != MORE or (decision.gain is not None and looked and not patient):
+        if decision.status != Status.MORE or (decision.gain is not None and looked and not patient):
             return decision
         for state in (on, not on):
             while reason := (yield state):
@@ -287,7 +286,7 @@ def trial(
                 if disturbed.total() >= max(LEAST_DISTURBED, DISTURBED_FRAC * taken):
                     worst = disturbed.most_common(1)[0][0]
                     told = f"the machine was disturbed in {disturbed.total()} of {taken} blocks, mostly by {worst}"
-                    return Decision(INCONCLUSIVE, None, None, told)
+                    return Decision(Status.INCONCLUSIVE, None, None, told)
             taken += 1
         on = not on
 

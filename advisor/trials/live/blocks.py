@@ -11,7 +11,7 @@ from statistics import median
 
 import torch
 
-from advisor.core.verdict import INCONCLUSIVE, KEPT
+from advisor.core.verdict import Status
 from advisor.loop import graphs
 from advisor.loop.timing import lags_us, mark, step_times
 from advisor.loop.training import StepEvent
@@ -23,7 +23,7 @@ from advisor.trials.live.sizes import Part
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import BLOCK_S, EARLY_STAGES, MAX_STEPS, MIN_STEPS, MORE, STAGES, Decision, parts, trial
+from advisor.trials.statistics import BLOCK_S, EARLY_STAGES, MAX_STEPS, MIN_STEPS, STAGES, Decision, parts, trial
 
 # Of steps longer than this one makes a block of what fresh processes judge next: three pairs of three would take a minute of two.
 SLOW_S = 0.5
@@ -63,16 +63,16 @@ class TimedBlocks:
         loop.machine.renew()
         try:
             decision = yield from self._pairs(switch, current, patient=False, hasty=hasty)
-            if decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
+            if decision.gain is not None and decision.status in (Status.MORE, Status.INCONCLUSIVE):
                 decision = (yield from self._by_kernels(switch)) or decision
-            if hasty and decision.status == MORE and (decision.point or 0.0) <= 0.0:
+            if hasty and decision.status == Status.MORE and (decision.point or 0.0) <= 0.0:
                 # Fresh processes take up what looks faster; what does not by three pairs may by six.
                 decision = yield from self._pairs(switch, current, patient=False)
-            if patient and decision.gain is not None and decision.status in (MORE, INCONCLUSIVE):
+            if patient and decision.gain is not None and decision.status in (Status.MORE, Status.INCONCLUSIVE):
                 finer = min(most, parts(times.pairs, session.min_gain, times.parts))
                 if finer > times.parts and len(times.pairs) <= STAGES[0]:
                     times.begin_anew(finer, _steps(whole, finer))
-                if decision.status == MORE or not times.pairs:
+                if decision.status == Status.MORE or not times.pairs:
                     decision = yield from self._pairs(switch, current, patient=True)
         except OutOfTime as late:
             decision = times.last_look(str(late), session.min_gain, session.max_pairs)
@@ -136,7 +136,7 @@ class TimedBlocks:
                 state = course.send("")
         except StopIteration as done:
             decision: Decision = done.value
-        times.kernels_decide = decision.status == KEPT
+        times.kernels_decide = decision.status == Status.KEPT
         return decision if times.kernels_decide else None
 
     def _block(self, on: bool) -> Generator[None, StepEvent, str]:

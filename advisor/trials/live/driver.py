@@ -21,7 +21,7 @@ import torch
 
 from advisor.core import storage, transform_table
 from advisor.core.findings import Recommendation
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Blocks, Check, Verdict
+from advisor.core.verdict import Blocks, Check, Status, Verdict
 from advisor.loop.attach import attach_training
 from advisor.loop.session import Session, tell
 from advisor.loop.steps import StepWatcher
@@ -41,7 +41,6 @@ from advisor.trials.live.members import kept_with, of_member, tried_with
 from advisor.trials.live.switch import OtherModel, Unclean, first_line
 from advisor.trials.live.trial import Trial
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import MORE
 
 # A script that goes on to another model (k-fold) this often before a trial is done leaves it open.
 MAX_MODELS = 4
@@ -179,15 +178,17 @@ class SearchDriver:
                     moves = self._follow(candidate)
                 except Exception as problem:
                     self._conclude(
-                        trial.verdict("failed", f"not on again in the script's next model: {first_line(problem)}")
+                        trial.verdict(Status.FAILED, f"not on again in the script's next model: {first_line(problem)}")
                     )
                     break
                 if moves < MAX_MODELS:
                     waiting[:0] = [brought] if brought is not None else [] if members else [candidate]
                     continue
-                verdict = trial.verdict(INCONCLUSIVE, "the script goes on to another model before a trial is done")
+                verdict = trial.verdict(
+                    Status.INCONCLUSIVE, "the script goes on to another model before a trial is done"
+                )
             except Unclean as problem:
-                self._conclude(trial.verdict("failed", str(problem)))
+                self._conclude(trial.verdict(Status.FAILED, str(problem)))
                 break
             finally:
                 self._models = []
@@ -198,9 +199,9 @@ class SearchDriver:
             if verdict is None:
                 restart = candidate.transform
                 break
-            if verdict.status == MORE:
+            if verdict.status == Status.MORE:
                 self._postpone(candidate, verdict.reason, verdict.seconds, waiting)
-            elif members and verdict.status == KEPT:
+            elif members and verdict.status == Status.KEPT:
                 waiting = [c for c in waiting if c not in members]
                 self._conclude_members(members, verdict, trial.effects)
                 if first:
@@ -311,7 +312,7 @@ class SearchDriver:
     def _whole(self, waiting: Sequence[Recommendation]) -> tuple[Recommendation, ...]:
         """What is tried as one before anything else, while nothing is kept: everything that fits, then less of it."""
         verdicts = self.loop.verdicts()
-        if not self.session.whole_first or self.kept.standing or any(v.status == KEPT for v in verdicts):
+        if not self.session.whole_first or self.kept.standing or any(v.status == Status.KEPT for v in verdicts):
             return ()
         tried = {v.transform for v in verdicts}
         asked = [c for c in waiting if whole.kind(c) and c.transform not in self.session.later]
@@ -359,7 +360,7 @@ class SearchDriver:
 
     def _nhwc(self) -> bool:
         """Whether the model is in NHWC, by the script's doing or by what is kept."""
-        kept = {v.transform for v in self.loop.verdicts() if v.status == KEPT}
+        kept = {v.transform for v in self.loop.verdicts() if v.status == Status.KEPT}
         on = {standing.transform.id for standing in self.kept.standing}
         return planner.LAYOUT in kept | on or in_nhwc(self.training)
 
@@ -405,7 +406,9 @@ class SearchDriver:
             if transform not in with_effect:
                 # It is on with the others, and nothing of it is in the graph.
                 reason = f"applied, but without effect: {effect.detail}"
-                own = dataclasses.replace(own, status=REVERTED, reason=reason, gain=None, timing=None, blocks=Blocks())
+                own = dataclasses.replace(
+                    own, status=Status.REVERTED, reason=reason, gain=None, timing=None, blocks=Blocks()
+                )
             elif len(with_effect) > 1:
                 own = kept_with(own, [t for t in with_effect if t is not transform])
             if transform not in with_effect[:1]:  # paid once, and so told once

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
-from advisor.core.verdict import INCONCLUSIVE, KEPT, Blocks
+from advisor.core.verdict import Blocks, Status
 from advisor.loop.timing import spread
 from advisor.trials.live import sizes
 from advisor.trials.live.sizes import Part
@@ -206,7 +206,7 @@ class Times:
         """A gain by CUDA events that wall time excludes is work moved out of the events' sight, and is not kept; a gain of the
         device's time is not, where the step is slower.
         """
-        if decision.status != KEPT or decision.gain is None:
+        if decision.status != Status.KEPT or decision.gain is None:
             return decision
         if self.by_device or self.kernels_decide:
             return self._beside_the_step(decision)
@@ -217,19 +217,19 @@ class Times:
         if by_wall is None or by_wall[0].high >= 0.5 * decision.gain.low:
             return decision
         reason = f"CUDA events and wall clock disagree: {decision.reason}, by wall clock at most {by_wall[0].high:+.1%}"
-        return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+        return dataclasses.replace(decision, status=Status.INCONCLUSIVE, reason=reason)
 
     def _beside_the_step(self, decision: Decision) -> Decision:
         """A decision by the device's time, with what the step itself says."""
         found = gain_interval(self.steps_in_pairs) if len(self.steps_in_pairs) > 1 else None
         if found is None:
             return dataclasses.replace(
-                decision, status=INCONCLUSIVE, reason=f"{decision.reason}; the step itself was not timed"
+                decision, status=Status.INCONCLUSIVE, reason=f"{decision.reason}; the step itself was not timed"
             )
         step, point = found
         if step.high < 0.0:
             reason = f"it saves device time but makes the step slower: {decision.reason}, of the step {point:+.1%}"
-            return dataclasses.replace(decision, status=INCONCLUSIVE, reason=reason)
+            return dataclasses.replace(decision, status=Status.INCONCLUSIVE, reason=reason)
         cause = "its loader" if self.by_device else "the host's launches"
         told = f"device time: {decision.reason}; this step waits for {cause}, and is {point:.1%} shorter now"
         return dataclasses.replace(decision, reason=told, step_point=point)
@@ -238,11 +238,11 @@ class Times:
         """The loop's step after this decision; None where no block was timed."""
         if not self.off_us:
             return None
-        return median(self.on_us if decision.status == KEPT else self.off_us)
+        return median(self.on_us if decision.status == Status.KEPT else self.off_us)
 
     def host_bound(self, decision: Decision) -> bool:
         """Whether the host's launches bound the loop's step after this decision; False where nobody saw."""
-        return (self.on if decision.status == KEPT else self.off).host_bound
+        return (self.on if decision.status == Status.KEPT else self.off).host_bound
 
     def break_even_steps(self, first_us: float, decision: Decision | None) -> float | None:
         """After how many steps the extra time of the first one is saved; None where none is."""

@@ -15,7 +15,7 @@ from advisor.core import architectures
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.transform_row import TOGETHER
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, Check, Verdict
+from advisor.core.verdict import Check, Status, Verdict
 from advisor.loop import graphs
 from advisor.loop.attach import Attached
 from advisor.loop.interval import BACKWARDS, SHAPES
@@ -35,7 +35,7 @@ from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
 from advisor.trials.numerics.gate import Gate
 from advisor.trials.records import InTrial
-from advisor.trials.statistics import MORE, Decision
+from advisor.trials.statistics import Decision
 
 # Steps after a first enabling that are never timed, and at most waited for until their times agree.
 MIN_SETTLE, MAX_SETTLE = 3, 12
@@ -55,7 +55,7 @@ class Trial:
     """`run` once; it waits at `yield` for the next step boundary.
 
     current: the trial as an earlier process left it, or a new one. patient: False where noise shall not be waited out: the
-    verdict's status may be MORE then. provisional: fresh processes are to judge it next, so that blocks need not: what is right, has its
+    verdict's status may be Status.MORE then. provisional: fresh processes are to judge it next, so that blocks need not: what is right, has its
     effect and is rather faster than not is kept. begun_s: what it took before, where it was put off.
     """
 
@@ -100,11 +100,13 @@ class Trial:
         except OutOfTime as late:
             last = self.times.last_look(str(late), self.loop.session.min_gain, self.loop.session.max_pairs)
             last = self._for_fresh_runs(last)
-            if last.status == KEPT and self.switch is not None:
+            if last.status == Status.KEPT and self.switch is not None:
                 return self._keep(self.switch, None, last)
-            return self.verdict(last.status if last.status == REVERTED else INCONCLUSIVE, last.reason, last)
+            return self.verdict(
+                last.status if last.status == Status.REVERTED else Status.INCONCLUSIVE, last.reason, last
+            )
         except torch.cuda.OutOfMemoryError as error:
-            return self.verdict("failed", f"out of memory: {first_line(error)}")
+            return self.verdict(Status.FAILED, f"out of memory: {first_line(error)}")
         except Exception as error:
             lost = bool(unusable(str(self.loop.training.device)))
             if lost:
@@ -113,7 +115,7 @@ class Trial:
                 ) from error
             if isinstance(error, (Unclean, OtherModel)):
                 raise
-            return self.verdict("failed", f"{type(error).__name__}: {first_line(error)}")
+            return self.verdict(Status.FAILED, f"{type(error).__name__}: {first_line(error)}")
         finally:
             self.loop.spent.enter(spent.UNDO)
             self._gate.release()
@@ -121,7 +123,7 @@ class Trial:
             if not lost:  # a lost device's changes go with its process
                 self._take_back()
 
-    def verdict(self, status: str, reason: str, decision: Decision | None = None) -> Verdict:
+    def verdict(self, status: Status, reason: str, decision: Decision | None = None) -> Verdict:
         """The verdict with all that is known by now."""
         known: dict[str, Any] = {}
         if self.transform is not None:
@@ -187,7 +189,7 @@ class Trial:
                 after = yield from traced_step(loop)
             self._effect = transform.effect(loop.training, loop.traced if after is not None else None, after)
             if self._effect.passed is False:
-                return self.verdict(REVERTED, f"applied, but without effect: {self._effect.detail}")
+                return self.verdict(Status.REVERTED, f"applied, but without effect: {self._effect.detail}")
         return (yield from self._time(switch, after))
 
     # -- match ------------------------------------------------------------------------------------------------------
@@ -196,12 +198,12 @@ class Trial:
         if transform.id == "amp_fp16" and self._bf16_serves():
             # The same matrix rate with less range: loss scaling for nothing but cuDNN's fp16 batch norms.
             return self.verdict(
-                "skipped", "bf16 runs as fast on this GPU and needs no loss scaling; `--only amp_fp16` tries it"
+                Status.SKIPPED, "bf16 runs as fast on this GPU and needs no loss scaling; `--only amp_fp16` tries it"
             )
         match = transform.match(self.loop.training, dict(self.candidate.parameters))
         self._sites = (match.sites, match.unmatched)
         if not match.applies:
-            return self.verdict("not applicable", match.reason or "it does not apply here")
+            return self.verdict(Status.NOT_APPLICABLE, match.reason or "it does not apply here")
         return None
 
     def _bf16_serves(self) -> bool:
@@ -242,9 +244,9 @@ class Trial:
         self._gate.release()
         self._numerics = numerics
         if numerics.passed is False:
-            return self.verdict(REVERTED, f"it changes the training: {numerics.detail}")
+            return self.verdict(Status.REVERTED, f"it changes the training: {numerics.detail}")
         if numerics.passed is None:
-            return self.verdict(INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
+            return self.verdict(Status.INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
         return None
 
     def _computes_in(self) -> str:
@@ -272,7 +274,7 @@ class Trial:
         if fed and still_fed is False:
             if (yield from self._fed_without(switch)):
                 self._numerics = Check(passed=False, detail=UNFED)
-                return self.verdict(REVERTED, f"it changes the training: {UNFED}")
+                return self.verdict(Status.REVERTED, f"it changes the training: {UNFED}")
             switch.on()
             with self.limit.alarm():
                 yield from self._agree()
@@ -348,16 +350,16 @@ class Trial:
         blocks = TimedBlocks(self.loop, self.limit, self.times)
         decision = yield from blocks.run(switch, self.current, patient=self.patient, hasty=self.provisional)
         # What the host's launches have slowed may be faster once they do not bound the step.
-        slowed = decision.status == REVERTED and self.times.on.host_bound
+        slowed = decision.status == Status.REVERTED and self.times.on.host_bound
         if self.provisional:
             decision = self._for_fresh_runs(decision)
-        elif not self.patient and (decision.status == INCONCLUSIVE or slowed):
-            decision = dataclasses.replace(decision, status=MORE)
+        elif not self.patient and (decision.status == Status.INCONCLUSIVE or slowed):
+            decision = dataclasses.replace(decision, status=Status.MORE)
         numbers = {} if decision.point is None else {"gain": decision.point}
         if decision.step_point is not None:
             numbers = {"gain": decision.step_point, "device_gain": decision.point or 0.0}
-        self._timing = Check(passed=decision.status == KEPT, detail=decision.reason, numbers=numbers)
-        if decision.status == KEPT:
+        self._timing = Check(passed=decision.status == Status.KEPT, detail=decision.reason, numbers=numbers)
+        if decision.status == Status.KEPT:
             return self._keep(switch, after, decision)
         return self.verdict(decision.status, decision.reason, decision)
 
@@ -365,20 +367,20 @@ class Trial:
         switch.on()
         self._stand(switch)
         self.loop.traced = after
-        return self.verdict(KEPT, decision.reason, decision)
+        return self.verdict(Status.KEPT, decision.reason, decision)
 
     def _for_fresh_runs(self, decision: Decision) -> Decision:
         """What blocks have left open, as fresh processes are to take it up: kept where it looks faster, or where nothing was timed (an
         evaluation in between took the trial's time, or epochs are too short for a block); as it was where the check or the effect is missing.
         """
         proved = self._numerics is not None and self._numerics.passed and self._effect is not None
-        if not (self.provisional and proved and decision.status in (MORE, INCONCLUSIVE)):
+        if not (self.provisional and proved and decision.status in (Status.MORE, Status.INCONCLUSIVE)):
             return decision
         # Where the host's noise hides it, fresh processes have the kernels' time beside the step's.
         least = 0.0 if self.times.off.host_bound else LOOKS_FASTER * self.loop.session.min_gain
         if decision.point > least if decision.point is not None else not self._seen_slower():
-            return dataclasses.replace(decision, status=KEPT, reason=f"{decision.reason}; fresh runs decide")
-        return dataclasses.replace(decision, status=INCONCLUSIVE)  # there will be no more pairs
+            return dataclasses.replace(decision, status=Status.KEPT, reason=f"{decision.reason}; fresh runs decide")
+        return dataclasses.replace(decision, status=Status.INCONCLUSIVE)  # there will be no more pairs
 
     def _seen_slower(self) -> bool:
         """Whether what was seen of it without a verdict of blocks, one pair or the steps of its warm-up, speaks against fresh processes."""
@@ -392,9 +394,9 @@ class Trial:
         for rival in switch.rivals:
             self.loop.kept.standing.remove(rival)
             for old in self.loop.verdicts():
-                if old.transform == rival.transform.id and old.status == KEPT:
+                if old.transform == rival.transform.id and old.status == Status.KEPT:
                     reason = f"replaced by {self.candidate.transform}, which is faster; before that: {old.reason}"
-                    old = dataclasses.replace(old, status=REVERTED, reason=reason)
+                    old = dataclasses.replace(old, status=Status.REVERTED, reason=reason)
                     records.save_verdict(self.loop.session.folder, old)
         self.loop.kept.standing.append(switch.standing)
 

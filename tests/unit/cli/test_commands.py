@@ -453,11 +453,11 @@ def test_bench_hosts(invoke, monkeypatch, tmp_path):
 
 @pytest.fixture
 def checks(monkeypatch):
-    from advisor.cli.examination import Check, Status
+    from advisor.cli.examination import Check, Health
 
     found = (
-        Check(name="GPU", status=Status.OK, found="NVIDIA H200"),
-        Check(name="counters", status=Status.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."),
+        Check(name="GPU", status=Health.OK, found="NVIDIA H200"),
+        Check(name="counters", status=Health.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."),
     )
     monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure: found)
 

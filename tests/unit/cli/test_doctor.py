@@ -9,7 +9,7 @@ import pytest
 from fake_nvml import FakeNvml
 
 from advisor.cli import examination, machinefacts
-from advisor.cli.examination import Status
+from advisor.cli.examination import Health
 from advisor.cli.machinefacts import Facts
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
@@ -59,12 +59,12 @@ def check(facts: Facts, name: str) -> examination.Check:
 
 
 def test_a_good_server_has_nothing_to_mend() -> None:
-    assert {c.status for c in examination.judge(SERVER)} == {Status.OK}
+    assert {c.status for c in examination.judge(SERVER)} == {Health.OK}
 
 
 def test_a_laptop_hears_of_its_missing_gpu_once() -> None:
     checks = examination.judge(LAPTOP)
-    assert [c.name for c in checks if c.status is not Status.OK] == ["GPU"]
+    assert [c.name for c in checks if c.status is not Health.OK] == ["GPU"]
     assert not {"CuPy", "Driver", "GPM"} & {c.name for c in checks}
 
 
@@ -81,50 +81,50 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
 @pytest.mark.parametrize(
     ("changes", "name", "status", "words"),
     [
-        ({"python": (3, 9, 1)}, "Python", Status.MISSING, "3.10"),
-        ({"linux": False}, "Python", Status.WARN, "Linux only"),
-        ({"torch": ""}, "PyTorch", Status.MISSING, "not installed"),
-        ({"torch": "2.4.1"}, "PyTorch", Status.MISSING, "2.8"),
-        ({"environment": None, "environment_error": "boom"}, "PyTorch", Status.MISSING, "boom"),
-        ({"environment": CPU_BUILD}, "PyTorch", Status.WARN, "a CPU build beside a GPU"),
-        ({"environment": BLIND}, "PyTorch", Status.WARN, "does not see the GPU"),
-        ({"driver_cuda": (12, 4)}, "Driver", Status.MISSING, "runs CUDA 12.4, torch needs 13.0"),
-        ({"environment": env(sm_arch=75)}, "Driver", Status.WARN, "sm_75"),
-        ({"cupy": ()}, "CuPy", Status.MISSING, "cnn-advisor[cuda13]"),
-        ({"cupy": ("cupy-cuda12x 14.2.0",)}, "CuPy", Status.MISSING, "pip uninstall cupy-cuda12x"),
-        ({"cupy": ("cupy-cuda13x 14.2", "cupy-cuda12x 13.4")}, "CuPy", Status.WARN, "together"),
-        ({"cupy_error": "libnvrtc.so.13: not found"}, "CuPy", Status.MISSING, "libnvrtc.so.13"),
-        ({"calls_error": "no C++ compiler"}, "Kernels' calls", Status.WARN, "no C++ compiler"),
-        ({"nvml_error": "the NVIDIA driver is not loaded"}, "NVML", Status.WARN, "not loaded"),
-        ({"old_pynvml": "11.5.0"}, "NVML", Status.WARN, "pip uninstall pynvml"),
-        ({"gpm": False, "gpm_error": "GPM needs Hopper or newer"}, "GPM", Status.WARN, "Hopper"),
+        ({"python": (3, 9, 1)}, "Python", Health.MISSING, "3.10"),
+        ({"linux": False}, "Python", Health.WARN, "Linux only"),
+        ({"torch": ""}, "PyTorch", Health.MISSING, "not installed"),
+        ({"torch": "2.4.1"}, "PyTorch", Health.MISSING, "2.8"),
+        ({"environment": None, "environment_error": "boom"}, "PyTorch", Health.MISSING, "boom"),
+        ({"environment": CPU_BUILD}, "PyTorch", Health.WARN, "a CPU build beside a GPU"),
+        ({"environment": BLIND}, "PyTorch", Health.WARN, "does not see the GPU"),
+        ({"driver_cuda": (12, 4)}, "Driver", Health.MISSING, "runs CUDA 12.4, torch needs 13.0"),
+        ({"environment": env(sm_arch=75)}, "Driver", Health.WARN, "sm_75"),
+        ({"cupy": ()}, "CuPy", Health.MISSING, "cnn-advisor[cuda13]"),
+        ({"cupy": ("cupy-cuda12x 14.2.0",)}, "CuPy", Health.MISSING, "pip uninstall cupy-cuda12x"),
+        ({"cupy": ("cupy-cuda13x 14.2", "cupy-cuda12x 13.4")}, "CuPy", Health.WARN, "together"),
+        ({"cupy_error": "libnvrtc.so.13: not found"}, "CuPy", Health.MISSING, "libnvrtc.so.13"),
+        ({"calls_error": "no C++ compiler"}, "Kernels' calls", Health.WARN, "no C++ compiler"),
+        ({"nvml_error": "the NVIDIA driver is not loaded"}, "NVML", Health.WARN, "not loaded"),
+        ({"old_pynvml": "11.5.0"}, "NVML", Health.WARN, "pip uninstall pynvml"),
+        ({"gpm": False, "gpm_error": "GPM needs Hopper or newer"}, "GPM", Health.WARN, "Hopper"),
         (
             {"counters": False, "counters_error": "no libcupti"},
             "Hardware counters",
-            Status.WARN,
+            Health.WARN,
             "modelled from shapes",
         ),
-        ({"counters": False, "admin_only": True}, "Hardware counters", Status.WARN, "RmProfilingAdminOnly: 1"),
-        ({"mig": True}, "MIG", Status.WARN, "slice"),
-        ({"processes": (4711,)}, "Other GPU processes", Status.WARN, "4711"),
-        ({"processes": None}, "Other GPU processes", Status.WARN, "cannot be told"),
-        ({"reading": {"sm_clock_mhz": 900.0, "clock_reasons": 64.0}}, "Clocks", Status.WARN, "throttled"),
-        ({"reading": LOW}, "Clocks", Status.WARN, "locked low"),
-        ({"reading": {}}, "Clocks", Status.WARN, "cannot be read"),
-        ({"triton": ""}, "torch.compile", Status.MISSING, "no Triton"),
-        ({"c_compiler": ""}, "torch.compile", Status.MISSING, "no C compiler"),
-        ({"compiled_error": "/opt/torch cannot be written"}, "Compiled modules", Status.WARN, "compileall"),
-        ({"cache_error": "Read-only file system"}, "Cache folder", Status.WARN, "XDG_CACHE_HOME"),
+        ({"counters": False, "admin_only": True}, "Hardware counters", Health.WARN, "RmProfilingAdminOnly: 1"),
+        ({"mig": True}, "MIG", Health.WARN, "slice"),
+        ({"processes": (4711,)}, "Other GPU processes", Health.WARN, "4711"),
+        ({"processes": None}, "Other GPU processes", Health.WARN, "cannot be told"),
+        ({"reading": {"sm_clock_mhz": 900.0, "clock_reasons": 64.0}}, "Clocks", Health.WARN, "throttled"),
+        ({"reading": LOW}, "Clocks", Health.WARN, "locked low"),
+        ({"reading": {}}, "Clocks", Health.WARN, "cannot be read"),
+        ({"triton": ""}, "torch.compile", Health.MISSING, "no Triton"),
+        ({"c_compiler": ""}, "torch.compile", Health.MISSING, "no C compiler"),
+        ({"compiled_error": "/opt/torch cannot be written"}, "Compiled modules", Health.WARN, "compileall"),
+        ({"cache_error": "Read-only file system"}, "Cache folder", Health.WARN, "XDG_CACHE_HOME"),
         (
             {"environment": env(copy_gbps=0.0, notes=("out of memory",))},
             "Measured rates",
-            Status.MISSING,
+            Health.MISSING,
             "out of memory",
         ),
-        ({"environment": env(rates_doubt="the GPU throttled")}, "Measured rates", Status.WARN, "measured again"),
+        ({"environment": env(rates_doubt="the GPU throttled")}, "Measured rates", Health.WARN, "measured again"),
     ],
 )
-def test_each_lack_is_named_with_what_to_do(changes: dict[str, object], name: str, status: Status, words: str) -> None:
+def test_each_lack_is_named_with_what_to_do(changes: dict[str, object], name: str, status: Health, words: str) -> None:
     found = check(replace(SERVER, **changes), name)
     assert found.status is status
     assert words in f"{found.found} {found.fix}"
@@ -133,11 +133,11 @@ def test_each_lack_is_named_with_what_to_do(changes: dict[str, object], name: st
 
 def test_a_gpu_at_rest_is_not_throttled() -> None:
     idle = replace(SERVER, reading={"sm_clock_mhz": 345.0, "clock_reasons": 1.0})
-    assert check(idle, "Clocks").status is Status.OK
+    assert check(idle, "Clocks").status is Health.OK
 
 
 def test_no_cpp_compiler_on_a_laptop() -> None:
-    assert check(replace(LAPTOP, compiler=""), "torch.compile").status is Status.MISSING
+    assert check(replace(LAPTOP, compiler=""), "torch.compile").status is Health.MISSING
 
 
 def test_gathering_survives_a_machine_where_everything_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -153,7 +153,7 @@ def test_gathering_survives_a_machine_where_everything_fails(monkeypatch: pytest
     assert facts.nvml_error == "the NVIDIA driver is not loaded"
     assert facts.environment_error.startswith("measuring this machine failed")
     assert facts.cache_error
-    assert Status.MISSING in {c.status for c in examination.judge(facts)}
+    assert Health.MISSING in {c.status for c in examination.judge(facts)}
 
 
 def test_gathering_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

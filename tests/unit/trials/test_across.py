@@ -12,7 +12,7 @@ import torch
 from torch import distributed, nn
 
 from advisor.core.findings import Recommendation
-from advisor.core.verdict import FAILED, KEPT, NOT_APPLICABLE, REVERTED, Check
+from advisor.core.verdict import Check, Status
 from advisor.distributed.board import Board
 from advisor.loop.session import Session
 from advisor.loop.stop import StopTraining, forget
@@ -121,12 +121,12 @@ def test_all_ranks_switch_at_the_same_steps_and_the_slowest_decides(
     seen = searched(tmp_path, monkeypatch, {})
     assert seen[0] == seen[1]
     verdicts = records.verdicts(tmp_path)
-    assert [v.status for v in verdicts] == [KEPT, REVERTED]
+    assert [v.status for v in verdicts] == [Status.KEPT, Status.REVERTED]
     assert verdicts[0].blocks.off_us[0] == pytest.approx(2e5, rel=0.01)  # rank 1's
     assert [item.transform for item in in_ranks.found_kept(verdicts)] == ["ddp_bucket_views"]
 
 
-@pytest.mark.parametrize(("fails", "status"), [("match", NOT_APPLICABLE), ("apply", FAILED)])
+@pytest.mark.parametrize(("fails", "status"), [("match", Status.NOT_APPLICABLE), ("apply", Status.FAILED)])
 def test_what_one_rank_cannot_make_is_made_by_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str, status: str
 ) -> None:
@@ -140,12 +140,12 @@ def test_what_one_rank_finds_wrong_is_made_by_none(tmp_path: Path, monkeypatch: 
     seen = searched(tmp_path, monkeypatch, {})
     assert not any(seen[0][-1:] + seen[1][-1:])
     verdicts = records.verdicts(tmp_path)
-    assert [v.status for v in verdicts] == [REVERTED] * 2
+    assert [v.status for v in verdicts] == [Status.REVERTED] * 2
     assert "rank 1: off by all of it" in verdicts[0].reason
 
 
 def test_a_block_in_which_a_rank_evaluates_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searched(tmp_path, monkeypatch, {}, unclean=37)
     verdicts = records.verdicts(tmp_path)
-    assert [v.status for v in verdicts] == [KEPT, REVERTED]
+    assert [v.status for v in verdicts] == [Status.KEPT, Status.REVERTED]
     assert max(verdicts[0].blocks.off_us) < 3e5

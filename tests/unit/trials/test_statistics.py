@@ -3,6 +3,7 @@ import random
 
 import pytest
 
+from advisor.core.verdict import Status
 from advisor.trials import statistics as st
 
 
@@ -41,7 +42,7 @@ class Machine:
 
 
 def kept(trials, *, factor, **options):
-    return sum(Machine(seed).trial(factor, **options)[0].status == st.KEPT for seed in range(trials))
+    return sum(Machine(seed).trial(factor, **options)[0].status == Status.KEPT for seed in range(trials))
 
 
 def test_nothing_is_kept_when_nothing_changed():
@@ -57,8 +58,8 @@ def test_false_keeps_stay_rare_on_a_noisy_machine():
     noisy = [
         Machine(seed, noise=0.1, block=0.1, drift=0.003, straggler=0.1).trial(1.0)[0].status for seed in range(300)
     ]
-    assert noisy.count(st.KEPT) <= 3
-    assert noisy.count(st.INCONCLUSIVE) > 280  # and noise is called noise
+    assert noisy.count(Status.KEPT) <= 3
+    assert noisy.count(Status.INCONCLUSIVE) > 280  # and noise is called noise
 
 
 def test_three_per_cent_is_found():
@@ -78,12 +79,12 @@ REPLAYED = [29445, 29392, 29408, 29414, 29401, 29433]
 
 def test_one_arms_noise_hides_nothing_where_the_arms_are_apart():
     decision = st.decide(list(zip(EAGER, REPLAYED, strict=True)), 0.01, anew=True)
-    assert decision.status == st.KEPT
+    assert decision.status == Status.KEPT
     assert decision.gain.low == pytest.approx(1 - 29445 / 31874)
     assert decision.gain.low < decision.point < decision.gain.high
     assert "7.6 % or more between any two blocks of 6 pairs" in decision.reason
     back = st.decide(list(zip(REPLAYED, EAGER, strict=True)), 0.01, anew=True)
-    assert back.status == st.REVERTED
+    assert back.status == Status.REVERTED
     assert back.gain.low < back.gain.high < 0
 
 
@@ -94,7 +95,7 @@ def test_one_arms_noise_hides_nothing_where_the_arms_are_apart():
 )
 def test_arms_that_are_not_apart_are_left_to_the_interval(eager, pairs):
     found = list(zip(eager, REPLAYED, strict=True))[:pairs]
-    assert st.decide(found, 0.01, max_pairs=20, last=True).status == st.INCONCLUSIVE
+    assert st.decide(found, 0.01, max_pairs=20, last=True).status == Status.INCONCLUSIVE
 
 
 def test_a_gain_beside_a_wandering_arm_is_found_early():
@@ -108,7 +109,7 @@ def test_a_gain_beside_a_wandering_arm_is_found_early():
                 (on if state else off).append(1000.0 if state else 1050.0 * math.exp(abs(draw.gauss(0, 0.3))))
                 state = course.send("")
         except StopIteration as done:
-            return done.value.status == st.KEPT and len(on)
+            return done.value.status == Status.KEPT and len(on)
 
     assert [trial(seed) for seed in range(50)] == [6] * 50
 
@@ -121,7 +122,7 @@ def test_disturbed_blocks_are_taken_again():
 def test_too_many_disturbed_blocks_end_a_trial_without_a_decision():
     for seed in range(50):
         decision, _ = Machine(seed).trial(0.5, disturbed=0.9)
-        assert decision.status == st.INCONCLUSIVE
+        assert decision.status == Status.INCONCLUSIVE
         assert "disturbed in" in decision.reason
         assert "a throttled clock" in decision.reason
 
@@ -138,29 +139,29 @@ def test_blocks_come_in_abba_order():
             state = course.send("")
     except StopIteration as done:
         decision = done.value
-    assert decision.status == st.KEPT
+    assert decision.status == Status.KEPT
     assert order == [True, False, False, True, True, False, False, True]
 
 
 def test_a_clear_loser_stops_at_the_first_stage():
     decision, pairs = Machine(3).trial(1.2)
-    assert decision.status == st.REVERTED
+    assert decision.status == Status.REVERTED
     assert pairs == st.STAGES[0]
     assert "slower" in decision.reason
 
 
 def test_stages_are_the_only_looks():
     good = [(1000.0, 500.0)] * 5
-    assert st.decide(good, 0.01).status == st.MORE
-    assert st.decide([*good, (1000.0, 501.0)], 0.01).status == st.KEPT
-    assert st.decide([(1000.0, 500.0)] * 7, 0.01).status == st.MORE
+    assert st.decide(good, 0.01).status == Status.MORE
+    assert st.decide([*good, (1000.0, 501.0)], 0.01).status == Status.KEPT
+    assert st.decide([(1000.0, 500.0)] * 7, 0.01).status == Status.MORE
 
 
 def test_straddling_the_threshold_to_the_end_is_inconclusive():
     pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.02) * 10]
-    assert st.decide(pairs[:6], 0.01).status == st.MORE
+    assert st.decide(pairs[:6], 0.01).status == Status.MORE
     decision = st.decide(pairs, 0.01)
-    assert decision.status == st.INCONCLUSIVE
+    assert decision.status == Status.INCONCLUSIVE
     assert "too noisy" in decision.reason
     assert decision.gain is not None
     assert decision.gain.low < 0.01 < decision.gain.high
@@ -169,18 +170,18 @@ def test_straddling_the_threshold_to_the_end_is_inconclusive():
 def test_what_no_number_of_pairs_would_settle_is_given_up_at_a_stage():
     pairs = [(1000.0, 1000.0 * f) for f in (0.9, 1.08) * 3]
     decision = st.decide(pairs, 0.01)
-    assert decision.status == st.INCONCLUSIVE
+    assert decision.status == Status.INCONCLUSIVE
     assert "more repeats would not settle it" in decision.reason
-    assert st.decide(pairs[:5], 0.01).status == st.MORE
+    assert st.decide(pairs[:5], 0.01).status == Status.MORE
 
 
 def test_the_last_look_before_time_is_up():
-    assert st.decide([(1000.0, 500.0 + i) for i in range(8)], 0.01, last=True).status == st.KEPT
+    assert st.decide([(1000.0, 500.0 + i) for i in range(8)], 0.01, last=True).status == Status.KEPT
     few = st.decide([(1000.0, 500.0 + i) for i in range(4)], 0.01, last=True)
-    assert few.status == st.INCONCLUSIVE
+    assert few.status == Status.INCONCLUSIVE
     assert "too few pairs" in few.reason
-    assert st.decide([(1000.0, 1500.0 + i) for i in range(4)], 0.01, last=True).status == st.REVERTED
-    assert st.decide([], 0.01, last=True).status == st.INCONCLUSIVE
+    assert st.decide([(1000.0, 1500.0 + i) for i in range(4)], 0.01, last=True).status == Status.REVERTED
+    assert st.decide([], 0.01, last=True).status == Status.INCONCLUSIVE
 
 
 def test_shares_are_told_without_an_absurd_bound():
@@ -191,13 +192,13 @@ def test_shares_are_told_without_an_absurd_bound():
 
 def test_times_that_are_no_times_are_never_kept():
     for bad in (float("nan"), 0.0, -1.0, float("inf")):
-        assert st.decide([(1000.0, bad)] * 6, 0.01).status == st.INCONCLUSIVE
+        assert st.decide([(1000.0, bad)] * 6, 0.01).status == Status.INCONCLUSIVE
 
 
 def test_too_few_pairs_for_an_interval_are_told():
     for pairs in ([], [(1000.0, 900.0)]):
         decision = st.decide(pairs, 0.01, last=True)
-        assert (decision.status, decision.reason) == (st.INCONCLUSIVE, "fewer than two pairs of blocks were timed")
+        assert (decision.status, decision.reason) == (Status.INCONCLUSIVE, "fewer than two pairs of blocks were timed")
 
 
 def test_gain_is_the_share_of_time_saved():
@@ -325,7 +326,7 @@ def test_parts_that_alternate_tell_a_gain_that_blocks_as_long_do_not(parts, step
                 at += steps + 1
                 state = course.send("")
         except StopIteration as done:
-            kept += done.value.status == st.KEPT
+            kept += done.value.status == Status.KEPT
     assert found[0] <= kept / 40 <= found[1]
 
 
@@ -392,5 +393,5 @@ def test_what_a_trial_is_said_to_tell_it_tells():
     least = st.tells(spread)
     for _ in range(100):
         pairs = [(100.0, 100.0 * (1 - 1.3 * least) * math.exp(random.gauss(0.0, spread))) for _ in range(6)]
-        found += st.decide(pairs, 0.0, anew=True).status == st.KEPT
+        found += st.decide(pairs, 0.0, anew=True).status == Status.KEPT
     assert found > 75

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from advisor.core.verdict import KEPT
+from advisor.core.verdict import Status
 from advisor.loop.session import Session
 from advisor.trials.live import sizes
 from advisor.trials.live.blocks import TimedBlocks
@@ -81,7 +81,7 @@ def trial(detector: Detector, gain: float, monkeypatch: pytest.MonkeyPatch) -> t
 
 
 def kept(gain: float, monkeypatch: pytest.MonkeyPatch, trials: int, **options) -> int:
-    return sum(trial(Detector(seed, **options), gain, monkeypatch)[0].status == KEPT for seed in range(trials))
+    return sum(trial(Detector(seed, **options), gain, monkeypatch)[0].status == Status.KEPT for seed in range(trials))
 
 
 @pytest.mark.parametrize("run", [1, 10])
