@@ -58,7 +58,7 @@ def this_machine() -> Iterator[None]:
     one at which advisor was held up counts: on a busy machine most are, and too few would be left."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:
-            patch.setattr("advisor.loop.steps.LISTENER_NS", 10**12)
+            patch.setattr("advisor.loop.interval.LISTENER_NS", 10**12)
         patch.setenv("XDG_CACHE_HOME", str(machine.cache_folder()))
         machine.plant()
         yield

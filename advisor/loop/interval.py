@@ -7,7 +7,7 @@ of the script's step (a `next(iter(loader))` each time) and does not count.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from advisor.loop.compiles import compiled_graphs
@@ -17,6 +17,9 @@ from advisor.loop.training import Training
 # Marks count as unusual from the first interval on, but a mode of shapes or backward passes needs a few to compare with.
 MIN_INTERVALS = 4
 MEMORY = 64  # steps after which what was usual begins to be forgotten
+# Listeners that take more of a step than this, and more than timer noise, have disturbed the next interval. Of the mean of the last steps:
+# behind loader workers that deliver several batches at once, or ahead of a device, the host comes from boundary to boundary at once.
+LISTENER_FRAC, LISTENER_NS, LISTENER_STEPS = 0.01, 200_000, 16
 MAX_SIGNATURES = 64  # more distinct input shapes than this: shapes vary, and there is nothing to compare with
 
 FIRST, PATTERN, EPOCH, EVALUATION = "first step", "step pattern changed", "new epoch", "evaluation"
@@ -67,6 +70,13 @@ class Usual:
         self._usual_signature: tuple[tuple[int, ...], ...] = ()
         self._backward_counts: Counter[int] = Counter()
         self._compiles = 0
+        self._lengths_ns: deque[int] = deque(maxlen=LISTENER_STEPS)
+
+    def listened(self, taken_ns: int, interval_ns: int) -> None:
+        """Listeners took so long at the boundary that ended an interval of this length."""
+        self._lengths_ns.append(interval_ns)
+        mean_ns = sum(self._lengths_ns) / len(self._lengths_ns)
+        self.disturbed = taken_ns > max(LISTENER_NS, LISTENER_FRAC * mean_ns)
 
     def judge(self, interval: Interval, *, first: bool) -> str:
         """Why the interval is not clean; "" when it is."""

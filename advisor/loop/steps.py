@@ -46,8 +46,6 @@ PATIENCE = 256
 UNSETTLED, BROKEN, LASTING = 4 * MAX_PERIOD, 4, 32
 MOVED = 32  # calls in another thread, none in the first, before that one is taken to have trained nothing in earnest
 MOST_OPTIMIZERS = 4096  # one a parameter, where each is stepped in backward as soon as its gradient is there
-# A listener that takes more of a step than this, and more than timer noise, has disturbed the next interval.
-LISTENER_FRAC, LISTENER_NS = 0.01, 200_000
 
 FORWARD = "forward"
 
@@ -395,5 +393,5 @@ class StepWatcher:
                 self.patches.switch_off(error)
                 return
         taken = time.perf_counter_ns() - now
-        self.usual.disturbed = taken > max(LISTENER_NS, LISTENER_FRAC * (now - self._previous_ns))
+        self.usual.listened(taken, now - self._previous_ns)
         self._previous_ns = now

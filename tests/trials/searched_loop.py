@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation, Semantics
 from advisor.core.verdict import Check
-from advisor.loop import attach, graphs, steps, stop, timing
+from advisor.loop import attach, graphs, interval, stop, timing
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.patch import replace_attribute
 from advisor.trials import measure
@@ -122,7 +122,7 @@ def plant_clocks(training):
     clock = Clock()
     blocks.step_times = driver.step_times = measure.step_times = planted(training)
     driver.time = limit.time = trial.time = clock
-    steps.LISTENER_NS = 10**12
+    interval.LISTENER_NS = 10**12
     loop.MachineWatch = Undisturbed
     return clock
 

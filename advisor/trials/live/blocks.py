@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass
 from statistics import median
@@ -155,13 +156,19 @@ class TimedBlocks:
         boundaries = [(yield)]
         loop.machine.begin()
         clean = 0
+        unlike: Counter[str] = Counter()
         while clean < times.steps:
             event = yield
             boundaries.append(event)
             clean += event.clean
+            if not event.clean:
+                unlike[event.reason] += 1
             self.limit.check()
             if len(boundaries) > UNCLEAN_FACTOR * times.steps + 10:
-                raise OutOfTime("too few of its steps are clean training steps")
+                why, count = unlike.most_common(1)[0]
+                raise OutOfTime(
+                    f"too few of its steps are clean training steps ({why} in {count} of {len(boundaries) - 1})"
+                )
         disturbed = loop.machine.end(on)
         loop.synchronize()
         if disturbed:

@@ -79,7 +79,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     fake.TraceCollector = type("Collector", (FakeCollector,), {"bounds": []})
     monkeypatch.setitem(sys.modules, "advisor.profiling.inside.collector", fake)
     # Writing takes longer than these tiny steps: what it disturbs is another test's matter.
-    monkeypatch.setattr("advisor.loop.steps.LISTENER_NS", 10**12)
+    monkeypatch.setattr("advisor.loop.interval.LISTENER_NS", 10**12)
     made = []
 
     def begin(**options: object) -> ProfileDriver:
