@@ -153,7 +153,7 @@ def run(
     runs = runs and runs.resolve()
     for name, (script, *arguments) in chosen.items():
         words = (str(examples / script), *arguments)
-        with _workplace(runs, name) as folder:
+        with workplace(runs, name) as folder:
             os.chdir(folder)
             try:
                 measure = partial(_proved, known[name]) if name in known else partial(_searched, name)
@@ -172,7 +172,7 @@ def _outdated(row: Mapping[str, Any] | None, baselines: Sequence[str]) -> bool:
 
 
 @contextlib.contextmanager
-def _workplace(runs: Path | None, name: str) -> Iterator[Path]:
+def workplace(runs: Path | None, name: str) -> Iterator[Path]:
     """The folder that a script is run in: below `runs`, or one that is gone afterwards."""
     if runs is None:
         with tempfile.TemporaryDirectory(prefix="advisor-bench-") as scratch:

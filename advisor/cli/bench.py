@@ -18,9 +18,10 @@ HELP = """Measure the bundled kernels, or whole trainings, on this GPU.
 other people's trainings, each started by a runner in FOLDER, one per GPU at a time. `hosts` times the CPU side of a small
 network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
 constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
-strides and transposed convolutions.
+strides and transposed convolutions. `scaling` trains with the plan of one GPU on 1, 2 and 4, and tells how far from so many
+times one GPU's speed that is, and from the prediction.
 
-advisor writes each row of ops, models, real, hosts and conv as soon as it is measured. A new row replaces an earlier row of the
+advisor writes each row of ops, models, real, hosts, conv and scaling as soon as it is measured. A new row replaces an earlier row of the
 same case; other rows stay. A runner is a file run_NAME.sh: it makes the data, changes to its folder and starts the script
 after $PREFIX (`exec ${PREFIX:-python3} train.py …`).
 
@@ -37,6 +38,7 @@ Examples:
   advisor bench models --changed
   advisor bench real ~/trainings --filter raft,deeplab --max-time 2m
   advisor bench hosts --filter resnet
+  advisor bench scaling --filter resnet50
   advisor bench conv --filter channels -o conv.json
   advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
 """
@@ -104,15 +106,15 @@ Examples:
     type=Duration(),
     default="15m",
     show_default=True,
-    help="`bench real`: interrupt a runner after this time, data preparation and start included.",
+    help="`bench real` and `scaling`: interrupt a runner, or a case, after this time, its start included.",
 )
 @click.option(
     "--runs",
     type=click.Path(path_type=Path, file_okay=False),
     metavar="DIR",
-    help="`bench models` and `real`: keep the run folders of the searches in DIR, for `advisor report`.",
+    help="`bench models`, `real` and `scaling`: keep the run folders in DIR, for `advisor report`.",
 )
-@click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv")))
+@click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv", "scaling")))
 @click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
 def bench(
     what: str,
@@ -131,7 +133,7 @@ def bench(
     runs: Path | None,
 ) -> int:
     """What HELP says."""
-    from advisor.bench import hosts, models, op_rows, ops, real, sweep, tune
+    from advisor.bench import hosts, models, op_rows, ops, real, scaling, sweep, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
@@ -154,6 +156,8 @@ def bench(
             return int(sweep.run(pattern=pattern, **common))
         if folder is not None:
             return int(real.run(folder, limit_s=limit, **trainings, **common))
+        if what == "scaling":
+            return int(scaling.run(pattern=pattern, limit_s=limit, runs=runs, **common))
         if what == "hosts":
             return int(hosts.run(pattern=pattern, **common))
         if what == "ops":

@@ -248,10 +248,12 @@ class Replicated:
         self._on_cpu = not next(root.parameters()).is_cuda
         self._calls = 0  # since the last step
         self.held_back = 0
-        # Synchronised batch norms leave the same statistics everywhere; without, rank 0's are everybody's at each step.
+        # Synchronised batch norms leave the same statistics everywhere. Without, rank 0's are everybody's before somebody looks: no
+        # step of a training does, and DistributedDataParallel's way, at each step, takes three copies a norm.
+        self._own_norms, self._versions = not synchronised, -1
         self.settings: dict[str, Any] = {}
         self.ddp: DistributedDataParallel
-        self.change({BUFFERS: not synchronised, **settings})
+        self.change({BUFFERS: False, **settings})
 
     def change(self, settings: Mapping[str, Any]) -> None:
         """Another DistributedDataParallel stands around the root, with these settings. All ranks call this together, between steps."""
@@ -275,9 +277,10 @@ class Replicated:
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
+                self._evaluated()
                 return inner(*args, **kwargs)
             self._shell.inner = inner
-            self._calls += 1
+            self._calls, self._versions = self._calls + 1, -1
             self.ddp.require_backward_grad_sync = self._calls % self.settings.get("passes", 1) == 0
             self.held_back += not self.ddp.require_backward_grad_sync
             if not self._on_cpu:
@@ -286,6 +289,17 @@ class Replicated:
                 return self.ddp(*args, **kwargs)
 
         return forward
+
+    def _evaluated(self) -> None:
+        """Rank 0's statistics of norms are all ranks', where they have been trained or loaded since. All ranks call this together."""
+        if not self._own_norms:
+            return
+        buffers = [buffer for buffer in self._root.buffers() if buffer.numel()]
+        if sum(buffer._version for buffer in buffers) != self._versions:
+            with torch.no_grad():
+                for buffer in buffers:
+                    distributed.broadcast(buffer, 0)
+            self._versions = sum(buffer._version for buffer in buffers)
 
 
 def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:

@@ -125,12 +125,14 @@ def way_of(plan: Plan) -> place.Way:
     return place.Way(norms=plan.norms, shard=plan.shard)
 
 
-def prove_alone(command: ScriptCommand, ranks: int, run_dir: Path, *, way: place.Way, say: Say) -> RanksProof:
+def prove_alone(
+    command: ScriptCommand, ranks: int, run_dir: Path, *, way: place.Way, steps: int = fresh.STEPS, say: Say
+) -> RanksProof:
     """`prove`, by itself: the user's files are put back, also where it raises."""
     owners.hold(run_dir)
     script = Script(command, run_dir, launcher.launch, say)
     try:
-        return prove(command, ranks, script, seed=fresh.SEED, way=way, launch=launcher.launch, say=say)
+        return prove(command, ranks, script, seed=fresh.SEED, way=way, steps=steps, launch=launcher.launch, say=say)
     finally:
         script.put_back()
 
@@ -165,45 +167,61 @@ def told(proof: RanksProof) -> str:
 
 
 def prove(
-    command: ScriptCommand, ranks: int, script: Script, *, seed: int, way: place.Way, launch: Launch, say: Say
+    command: ScriptCommand,
+    ranks: int,
+    script: Script,
+    *,
+    seed: int,
+    way: place.Way,
+    steps: int = fresh.STEPS,
+    launch: Launch,
+    say: Say,
 ) -> RanksProof:
-    """Run the script as one process three times, and once as `ranks`.
+    """Run the script as one process three times, and once as `ranks`; `steps` of each are timed, behind a warm-up.
 
     Raises:
         AdvisorError: where it does not run to its measurement, where a rank has refused it, and where the ranks do not train alike.
     """
-    one = reference(script, seed=seed)
+    one = reference(script, seed=seed, steps=steps)
     say(f"{ranks} ranks, each with its part of the batch")
     together = Script(
         starting.on_ranks(command, ranks, script.run_dir, seed=seed, way=way), script.run_dir, launch, say
     )
-    proof = compared(one, together, ranks, seed=seed, way=way)
+    proof = compared(one, together, ranks, seed=seed, way=way, steps=steps)
     script.seconds.update(together.seconds)
     return proof
 
 
-def reference(script: Script, *, seed: int) -> tuple[Measurement, ...]:
+def reference(script: Script, *, seed: int, steps: int = fresh.STEPS) -> tuple[Measurement, ...]:
     """One process, and the same with each batch in other orders.
 
     Raises:
         AdvisorError: as `prove` does.
     """
     script.say("one process, as a reference")
-    found = [_run(script, seed)]
+    found = [_run(script, seed, steps)]
     for turn, by in enumerate(ORDERS, 1):
         script.say(f"one process with each batch in another order, for its own noise ({turn} of {len(ORDERS)})")
-        found.append(_run(script, seed, rotate=by))
+        found.append(_run(script, seed, steps, rotate=by))
     return tuple(found)
 
 
-def compared(one: Sequence[Measurement], together: Script, ranks: int, *, seed: int, way: place.Way) -> RanksProof:
+def compared(
+    one: Sequence[Measurement],
+    together: Script,
+    ranks: int,
+    *,
+    seed: int,
+    way: place.Way,
+    steps: int = fresh.STEPS,
+) -> RanksProof:
     """All ranks, once, against `reference`.
 
     Raises:
         AdvisorError: as `prove` does.
     """
     plain, *others = one
-    spread = _run(together, seed)
+    spread = _run(together, seed, steps)
     check = alike(plain, others, spread, same=way.same)
     if check.passed is not True:
         raise AdvisorError(
@@ -287,7 +305,7 @@ def _losses(plain: Sequence[float], others: Sequence[Sequence[float]], spread: S
     return worst, f"losses of {length} steps at {percent_text(worst)} of what noise allows"
 
 
-def _run(script: Script, seed: int, **orders: object) -> Measurement:
+def _run(script: Script, seed: int, timed: int, **orders: object) -> Measurement:
     """One fresh run.
 
     Raises:
@@ -295,7 +313,7 @@ def _run(script: Script, seed: int, **orders: object) -> Measurement:
     """
     path = script.run_dir / records.MEASURE_FILE
     path.unlink(missing_ok=True)
-    warmup, steps = fresh.lengths(None)
+    warmup, steps = fresh.lengths(None, timed)
     ended = script.start(
         "measure",
         phase=spent.RANKS,

@@ -6,6 +6,7 @@ DATA is a folder with train.pt and val.pt, each a tuple (images N,3,H,W float32,
 Full size on a GPU:       python imagenet.py -a resnet50 -b 256 --dummy -j 12
 Several GPUs, one host:   torchrun --nproc-per-node 8 imagenet.py -a resnet50 -b 256 --dummy -j 12
 On-GPU synthetic data:    python imagenet.py -a resnet50 -b 256 --device-data
+The same by a loader:     python imagenet.py -a resnet50 -b 256 --resident 2048
 Quick on a CPU:           python imagenet.py -a resnet18 -b 8 --image-size 64 --num-classes 10 --epochs 1 \
                               --train-size 80 --val-size 16 -j 0 --dummy
 """
@@ -52,6 +53,13 @@ parser.add_argument("-e", "--evaluate", action="store_true", help="evaluate on t
 parser.add_argument("--seed", default=None, type=int)
 parser.add_argument("--dummy", action="store_true", help="fake images made by the loader's workers")
 parser.add_argument("--device-data", action="store_true", help="one fake batch that stays on the device")
+parser.add_argument(
+    "--resident",
+    default=0,
+    type=int,
+    metavar="N",
+    help="N fake images stay on the device; a loader makes batches of them there",
+)
 parser.add_argument("--image-size", default=224, type=int)
 parser.add_argument("--num-classes", default=1000, type=int)
 parser.add_argument("--train-size", default=1281167, type=int)
@@ -76,6 +84,7 @@ def main():
             device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    args.processes = dist.get_world_size() if args.distributed else 1
     args.first = not args.distributed or dist.get_rank() == 0  # the process that prints and saves
 
     if args.first:
@@ -152,6 +161,31 @@ class FakeImages(torch.utils.data.Dataset):
         return img + target / self.num_classes, target
 
 
+class ResidentImages(torch.utils.data.Dataset):
+    """Images that lie on the device, over and over; a whole batch is taken at once."""
+
+    def __init__(self, size, args, device):
+        self.size = size
+        generator = torch.Generator(device=device).manual_seed(0)
+        shape = (min(size, args.resident), 3, args.image_size, args.image_size)
+        self.images = torch.randn(shape, generator=generator, device=device)
+        self.target = torch.randint(0, args.num_classes, shape[:1], generator=generator, device=device)
+
+    def __len__(self):
+        return self.size
+
+    def __getitems__(self, indices):
+        taken = torch.tensor(indices).remainder_(len(self.images)).to(self.images.device, non_blocking=True)
+        return self.images[taken], self.target[taken]
+
+    def __getitem__(self, index):
+        return self.images[index % len(self.images)], self.target[index % len(self.images)]
+
+
+def as_it_is(batch):
+    return batch
+
+
 class DeviceBatches:
     """The same batch over and over, already on the device."""
 
@@ -173,12 +207,17 @@ class DeviceBatches:
 def make_loaders(args, device):
     if args.device_data:
         return DeviceBatches(args.train_size, args, device), DeviceBatches(args.val_size, args, device)
-    if args.dummy:
+    if args.resident:
+        train_dataset, val_dataset = (ResidentImages(size, args, device) for size in (args.train_size, args.val_size))
+    elif args.dummy:
         train_dataset = FakeImages(args.train_size, args.image_size, args.num_classes)
         val_dataset = FakeImages(args.val_size, args.image_size, args.num_classes)
     else:
         train_dataset = torch.utils.data.TensorDataset(*torch.load(os.path.join(args.data, "train.pt")))
         val_dataset = torch.utils.data.TensorDataset(*torch.load(os.path.join(args.data, "val.pt")))
+    # A batch that was made on the device is neither collated, pinned nor handed over by another process.
+    by_workers = {"num_workers": args.workers, "pin_memory": True}
+    made = {"collate_fn": as_it_is} if args.resident else by_workers
     train_sampler = val_sampler = None
     if args.distributed:
         train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset)
@@ -187,17 +226,15 @@ def make_loaders(args, device):
         train_dataset,
         batch_size=args.batch_size,
         shuffle=train_sampler is None,
-        num_workers=args.workers,
-        pin_memory=True,
         sampler=train_sampler,
+        **made,
     )
     val_loader = torch.utils.data.DataLoader(
         val_dataset,
         batch_size=args.batch_size,
         shuffle=False,
-        num_workers=args.workers,
-        pin_memory=True,
         sampler=val_sampler,
+        **made,
     )
     return train_loader, val_loader
 
@@ -212,7 +249,7 @@ def train(train_loader, model, criterion, optimizer, epoch, device, args):
 
     model.train()
 
-    end = time.time()
+    began = end = time.time()
     for i, (images, target) in enumerate(train_loader):
         data_time.update(time.time() - end)
 
@@ -236,6 +273,11 @@ def train(train_loader, model, criterion, optimizer, epoch, device, args):
 
         if args.first and i % args.print_freq == 0:
             progress.display(i + 1)
+
+    if args.first:
+        mean = f"{losses.avg:.4f}"  # the last step's is known, so the device is done
+        rate = len(train_loader) * args.batch_size * args.processes / (time.time() - began)
+        print(f"=> epoch {epoch}: loss {mean}, {rate:.1f} images/s", flush=True)
 
 
 def validate(val_loader, model, criterion, args, device):
