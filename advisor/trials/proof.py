@@ -10,7 +10,7 @@ from advisor.core.findings import Interval, Semantics
 from advisor.core.plan import PlanItem
 from advisor.core.units import bounds_text
 from advisor.core.verdict import Check, StackVerdict
-from advisor.trials import losses
+from advisor.trials import losses, planner
 from advisor.trials.flow import every_us
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import WAITS_FRAC, bursty, process_speedup
@@ -37,6 +37,19 @@ class Proof:
     stack: tuple[Measurement, ...] = ()
     items: tuple[str, ...] = ()  # transforms that were on in the stack's runs
 
+    @classmethod
+    def of(
+        cls,
+        verdict: StackVerdict,
+        plain: Sequence[Measurement],
+        stack: Sequence[Measurement],
+        kept: Sequence[PlanItem],
+    ) -> Proof:
+        """The proof of what these runs had on."""
+        return cls(
+            verdict=verdict, plain=tuple(plain), stack=tuple(stack), items=tuple(item.transform for item in kept)
+        )
+
     @property
     def holds(self) -> bool:
         """The kept changes are faster together, and train as the plain script does."""
@@ -56,6 +69,11 @@ class Ratio:
         if self.bounds is None:
             return None
         return Interval(low=1.0 - 1.0 / self.bounds[0], high=1.0 - 1.0 / self.bounds[2], basis=basis)
+
+
+def in_flow(kept: Sequence[PlanItem]) -> bool:
+    """Whether these are judged by the whole flow of steps, since one of them changes what feeds the loop."""
+    return any(item.transform in planner.RESTARTED for item in kept)
 
 
 def ratio(

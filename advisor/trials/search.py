@@ -33,6 +33,7 @@ from advisor.trials.proof import Proof
 from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
+from advisor.trials.stack_parts import StackParts
 from advisor.trials.statistics import block_s
 from advisor.userfiles import owners
 
@@ -81,11 +82,13 @@ def begin(
         say(script.notes[-1])
     choose = Chooser(budget, ask)
     say(_limits(budget))
+    stack = StackTrial(script, runs, budget, options.min_gain)
     search = Search(
         processes=processes,
         choose=choose,
         rounds=Rounds(processes, choose, recommend),
-        stack=StackTrial(script, runs, budget, options.min_gain),
+        stack=stack,
+        parts=StackParts(stack),
         profile=profile,
         relay=relay,
     )
@@ -134,6 +137,7 @@ class Search:
     choose: Chooser
     rounds: Rounds
     stack: StackTrial
+    parts: StackParts
     relay: Relay
     profile: StepProfile | None
     profiled_s: float = 0.0
@@ -196,9 +200,9 @@ class Search:
         if self.proved is not None:
             self._note_proof()
             self.proved = self.stack.confirm(self.proved)
-            self.proved = self.stack.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
-            self.proved = self.stack.leave_one_out(self.proved)
-            self.proved = self.stack.add_on_top(self.proved, processes.on_top)
+            self.proved = self.parts.add_on_top(self.proved, processes.on_top, share=CHEAP_SHARE)
+            self.proved = self.parts.leave_one_out(self.proved)
+            self.proved = self.parts.add_on_top(self.proved, processes.on_top)
 
     def _prove_from_start(self, candidates: Sequence[Recommendation]) -> None:
         """A loop of CuPy alone: its changes are on from the script's start, all at once, and are proved so and left out one by one.
@@ -221,7 +225,7 @@ class Search:
             self._note_proof()
             self._save_proved()
             self.proved = self.stack.confirm(self.proved)
-            self.proved = self.stack.leave_one_out(self.proved)
+            self.proved = self.parts.leave_one_out(self.proved)
 
     def prove_at_once(self) -> None:
         """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""
@@ -234,7 +238,7 @@ class Search:
         feeding = [c for c in self.processes.on_top if c.transform in planner.RESTARTED]
         if feeding and not self.script.over:
             before = self.proved = self.stack.with_plain(self.proved)
-            self.proved = self.stack.add_on_top(self.proved, feeding)
+            self.proved = self.parts.add_on_top(self.proved, feeding)
             if self.proved is not before:
                 self._save_proved()
 

@@ -496,7 +496,7 @@ def test_layers_are_judged_on_as_many_samples_as_have_room(fault: str, monkeypat
 
 def test_a_call_is_cut_where_all_that_it_is_given_and_gives_is_of_as_many_samples() -> None:
     def call(*args: Any, grads: tuple[int, ...] = (8, 10)) -> ReplayedCall:
-        return ReplayedCall(None, args, {"scale": torch.ones(())}, [torch.ones(grads)], (False, torch.bfloat16))  # type: ignore[arg-type]
+        return ReplayedCall(None, args, {"scale": torch.ones(())}, [torch.ones(grads)], (False, torch.bfloat16))  # type: ignore[arg-type]  # no model is called
 
     images, steps = torch.arange(8.0).view(8, 1, 1, 1).requires_grad_(), torch.arange(8)
     cut = room.cut(call(images, steps), 3)
@@ -511,13 +511,13 @@ def test_a_call_is_cut_where_all_that_it_is_given_and_gives_is_of_as_many_sample
 
 def test_samples_by_room_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
     images, gib = torch.ones(16, 1), 2.0**30
-    call = ReplayedCall(None, (images,), {}, [images], (False, torch.bfloat16))  # type: ignore[arg-type]
+    call = ReplayedCall(None, (images,), {}, [images], (False, torch.bfloat16))  # type: ignore[arg-type]  # no model is called
 
     def tried(free: float, step: float, seconds: float) -> list[int]:
         monkeypatch.setattr(room, "free_bytes", lambda device: free)
         monkeypatch.setattr(room, "step_bytes", lambda device: step)
         saved, base = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(seconds=seconds)
-        plain = PlainStep(call, saved, base, None, "half")  # type: ignore[arg-type]
+        plain = PlainStep(call, saved, base, None, "half")  # type: ignore[arg-type]  # nor replayed
         return [part.call.args[0].size(0) for part in room.fewer(plain)]
 
     assert tried(100 * gib, 10 * gib, 0.1) == [16, 8, 4, 2, 1]
