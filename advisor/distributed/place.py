@@ -22,8 +22,8 @@ OF_WEIGHTS = (HYBRID, FSDP2)
 HALVES = 2  # that HYBRID makes
 BOARD_FILE = "board"
 # Events of ranks: one that ends by an exception of the script's; one that does not come to where the others wait; all that end because
-# the script cannot be divided.
-FAILED, LOST, REFUSED = "rank failed", "rank lost", "refused"
+# the script cannot be divided; all exit codes but 0.
+FAILED, LOST, REFUSED, ENDED = "rank failed", "rank lost", "refused", "ranks ended"
 # What torchrun tells its ranks. A script that asks for these would take up its own way of training in several processes.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
              "ROLE_NAME", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # fmt: skip

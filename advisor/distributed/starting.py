@@ -6,12 +6,11 @@ import dataclasses
 import os
 import re
 import shutil
-import signal
 import sys
 from pathlib import Path
 
 from advisor.core.errors import AdvisorError
-from advisor.distributed import place
+from advisor.distributed import fallen, place
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.machine.hostload import cpu_count
 
@@ -40,7 +39,7 @@ def on_ranks(
             expected="a Python script with --gpus",
             fix="Leave --gpus out, or name the script itself.",
         )
-    agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks))
+    agent = (sys.executable, "-m", "advisor.distributed.agent", "--standalone", "--nproc-per-node", str(ranks))
     threads = max(1, cpu_count() // ranks)
     way = way or place.Way()
     variables = {
@@ -70,9 +69,7 @@ def dead_rank(told: str) -> str:
     """Which rank has ended first, and how, in what torchrun or torch.multiprocessing says of it; "" where neither says anything."""
     found = _DEAD.search(told[told.rfind("Root Cause") :] if "Root Cause" in told else told)
     if found is not None:
-        code = int(found.group(2))
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        return f"rank {found.group(1)} {how}"
+        return f"rank {found.group(1)} {fallen.ended(int(found.group(2)))}"
     if (found := _SPAWNED.search(told)) is not None:
         how = "was ended by" if found.group(2) == "signal" else "ended with exit code"
         return f"rank {found.group(1)} {how} {found.group(3)}"

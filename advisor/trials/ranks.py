@@ -34,6 +34,10 @@ STEPS = 3  # whose gradients and buffers are compared
 # whole's, or a gradient that is not reduced, are off by 10 % and more.
 FACTOR, FLOOR, WINDOW = 4.0, 2e-5, 5
 TELLS = 0.1  # more noise times FACTOR than this hides such a fault
+# Below this, gradients that are off may be so for one value: a rounding puts it on the other side of zero in a ReLU, or behind its neighbour
+# in a maximum, and a small net's gradient moves by a per cent (1.2 % for a ResNet-18 with batches of 8 at 32 pixels). A fault stays from
+# another seed; such a turn does not.
+SLIGHT = TELLS / FACTOR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,12 +188,19 @@ def prove(
     """
     one = reference(script, seed=seed, steps=steps)
     say(f"{ranks} ranks, each with its part of the batch")
-    together = Script(
-        starting.on_ranks(command, ranks, script.run_dir, seed=seed, way=way), script.run_dir, launch, say
-    )
-    proof = compared(one, together, ranks, seed=seed, way=way, steps=steps)
-    script.seconds.update(together.seconds)
-    return proof
+    found = _compared(one, _together(command, ranks, script, seed, way, launch), ranks, seed, way, steps)
+    if found.check.passed is False and found.check.numbers.get("off", math.inf) < SLIGHT:
+        say(
+            f"{found.check.detail}. So little may be one value that another rounding has turned; once more from another seed"
+        )
+        one = reference(script, seed=seed + 1, steps=steps)
+        found = _compared(one, _together(command, ranks, script, seed + 1, way, launch), ranks, seed + 1, way, steps)
+    return _passed(found, way)
+
+
+def _together(command: ScriptCommand, ranks: int, script: Script, seed: int, way: place.Way, launch: Launch) -> Script:
+    ranked = starting.on_ranks(command, ranks, script.run_dir, seed=seed, way=way)
+    return Script(ranked, script.run_dir, launch, script.say, seconds=script.seconds)
 
 
 def reference(script: Script, *, seed: int, steps: int = fresh.STEPS) -> tuple[Measurement, ...]:
@@ -199,10 +210,10 @@ def reference(script: Script, *, seed: int, steps: int = fresh.STEPS) -> tuple[M
         AdvisorError: as `prove` does.
     """
     script.say("one process, as a reference")
-    found = [_run(script, seed, steps)]
+    found = [one_run(script, seed, steps)]
     for turn, by in enumerate(ORDERS, 1):
         script.say(f"one process with each batch in another order, for its own noise ({turn} of {len(ORDERS)})")
-        found.append(_run(script, seed, steps, rotate=by))
+        found.append(one_run(script, seed, steps, rotate=by))
     return tuple(found)
 
 
@@ -220,23 +231,40 @@ def compared(
     Raises:
         AdvisorError: as `prove` does.
     """
+    return _passed(_compared(one, together, ranks, seed, way, steps), way)
+
+
+def _compared(
+    one: Sequence[Measurement], together: Script, ranks: int, seed: int, way: place.Way, steps: int
+) -> RanksProof:
+    """All ranks, once, and what the comparison says, whichever that is."""
     plain, *others = one
-    spread = _run(together, seed, steps)
+    spread = one_run(together, seed, steps)
     check = alike(plain, others, spread, same=way.same)
+    return RanksProof(
+        ranks=ranks,
+        check=check,
+        speedup=ratio([plain], [spread], flow=False).bounds if check.passed else None,
+        one=tuple(one),
+        all=(spread,),
+    )
+
+
+def _passed(found: RanksProof, way: place.Way) -> RanksProof:
+    """The same.
+
+    Raises:
+        AdvisorError: where the ranks do not train alike, or nobody knows.
+    """
+    check = found.check
     if check.passed is not True:
         raise AdvisorError(
-            f"{ranks} ranks do not train as one process does: {check.detail}",
+            f"{found.ranks} ranks do not train as one process does: {check.detail}",
             expected=f"no more than {FACTOR:g} times the noise of one process",
             fix="`--allow training` trains all the same." if way.same else "",
             exit_code=ExitCode.FINDINGS if check.passed is False else ExitCode.INCONCLUSIVE,
         )
-    return RanksProof(
-        ranks=ranks,
-        check=check,
-        speedup=ratio([plain], [spread], flow=False).bounds,
-        one=tuple(one),
-        all=(spread,),
-    )
+    return found
 
 
 def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement, *, same: bool = True) -> Check:
@@ -247,7 +275,7 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
         return losses.compare([plain.losses, *(o.losses for o in others)], [spread.losses])
     told: list[str] = []
     numbers: dict[str, float] = {}
-    worst = 0.0
+    worst = most = 0.0
     hides = math.inf  # the least noise of gradients
     for kind in ("gradient", "buffer"):
         for step in range(1, STEPS + 1):
@@ -255,6 +283,7 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
             if math.isnan(off):
                 continue
             of_bound = off / (FACTOR * noise + FLOOR)
+            most = max(most, off)
             hides = min(hides, noise) if kind == "gradient" else hides
             numbers |= {f"{kind}_{step}": off, f"{kind}_{step}_noise": noise}
             if of_bound >= worst:
@@ -269,7 +298,7 @@ def alike(plain: Measurement, others: Sequence[Measurement], spread: Measurement
             f"gradients tell little, with noise of {percent_text(hides)}: a reduction that is missing may not show"
         )
     worst = max(worst, of_bound)
-    numbers["of_bound"] = worst
+    numbers |= {"of_bound": worst, "off": most if of_bound <= 1.0 else math.inf}
     return Check(passed=worst <= 1.0, detail="; ".join(told), numbers=numbers)
 
 
@@ -305,7 +334,7 @@ def _losses(plain: Sequence[float], others: Sequence[Sequence[float]], spread: S
     return worst, f"losses of {length} steps at {percent_text(worst)} of what noise allows"
 
 
-def _run(script: Script, seed: int, timed: int, **orders: object) -> Measurement:
+def one_run(script: Script, seed: int, timed: int, **orders: object) -> Measurement:
     """One fresh run.
 
     Raises:

@@ -11,7 +11,8 @@ from advisor.core.plan import Plan, PlanItem
 from advisor.core.transform_table import having
 from advisor.core.verdict import Status
 from advisor.distributed import starting
-from advisor.distributed.place import FAILED, REFUSED
+from advisor.distributed.fallen import Fallen
+from advisor.distributed.place import REFUSED
 from advisor.loop.session import DISABLE_VARIABLE, Session, disabled
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
@@ -83,13 +84,16 @@ def run_plan(
     planfile.write(run_dir / records.PLAN_FILE, plan)
     events: set[object] = set()
 
+    fallen = Fallen()
+
     def note(event: dict[str, Any]) -> None:
-        if event.get("event") == FAILED and FAILED not in events:
-            log = f"; its output: {starting.log_of(run_dir, int(event['rank']))}" if event.get("rank") else ""
-            say(f"rank {event.get('rank')}: {event.get('error')}{log}")
+        fallen.note(event)
         events.add(event.get("event"))
 
     ended = launch(command, session, on_progress=note)
+    if fallen.rank is not None:
+        log = f"; its output: {starting.log_of(run_dir, fallen.rank)}" if fallen.rank else ""
+        say(f"{fallen.told}{log}")
     if kept and disabled():
         say(f"{DISABLE_VARIABLE} is set: the script has trained without the plan")
     elif kept and ended.fault:

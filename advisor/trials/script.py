@@ -15,7 +15,8 @@ from typing import Any
 
 from advisor.core.units import time_text
 from advisor.distributed import starting
-from advisor.distributed.place import FAILED, LOST, REFUSED
+from advisor.distributed.fallen import Fallen
+from advisor.distributed.place import LOST, REFUSED
 from advisor.loop.session import Session
 from advisor.loop.waiting import WAITING, Stage, missing, patience_s
 from advisor.profiling.beside import bytecode
@@ -78,12 +79,13 @@ class Script:
     fault: str = ""  # of advisor's own: no process can be measured
     stepless: str = ""  # why processes have no steps
     refused: str = ""  # why a rank has refused to divide it
-    rank_failed: str = ""  # the first rank that ended by an exception, and which
+    rank_failed: str = ""  # the rank that ended first or held the others up, and how
     on_trial: str = ""  # the change that the latest process has said that it tries, and has no verdict on
     _told_reason: str = ""  # of the latest verdict
     code: int = 0  # the latest process's own exit code; 0 where advisor ended it
     _starts_s: list[float] = field(default_factory=list)  # what search processes took until their first trial
     _until_unix_s: float = 0.0  # of the latest process, when its trials are over
+    _fallen: Fallen = field(default_factory=Fallen)  # of the latest process's ranks
     _said_from: int = 0  # in the file of its output, where the latest process's begins
 
     @property
@@ -138,6 +140,7 @@ class Script:
     def orders(self, mode: str, **orders: Any) -> Session:
         """The orders of a process that begins now, or goes on with these."""
         (self.run_dir / records.TRIALS_DIR / records.SPENT_FILE).unlink(missing_ok=True)
+        self._fallen = Fallen()
         self._until_unix_s = float(orders.get("deadline_unix_s") or 0.0)
         with suppress(OSError):
             self._said_from = (self.run_dir / records.OUTPUT_FILE).stat().st_size
@@ -160,7 +163,8 @@ class Script:
         of_ours = ended.timed_out or ended.stopped_by_advisor or ended.fault or ended.gave_up
         self.code = 0 if of_ours else ended.code
         if ended.code and not (ended.timed_out or self.interrupted or self.rank_failed or self.refused):
-            self.rank_failed = starting.dead_rank(_tail(self.run_dir / records.OUTPUT_FILE, self._said_from))
+            said = _tail(self.run_dir / records.OUTPUT_FILE, self._said_from)
+            self.rank_failed = self._fallen.told or starting.dead_rank(said)
         self._look_for_steps(ended)
         return Ended(ended)
 
@@ -204,6 +208,7 @@ class Script:
     def told(self, event: dict[str, Any]) -> None:
         """One event of a process."""
         kind, name = event.get("event"), event.get("title") or event.get("transform")
+        self._fallen.note(event)
         if kind == "trial":
             self.on_trial = str(event.get("transform"))
             pairs = event.get("pairs")
@@ -221,8 +226,6 @@ class Script:
             self.say(str(event.get("text")))
         elif kind == REFUSED:
             self.refused = f"{event.get('text')}. {event.get('fix') or ''}".rstrip()
-        elif kind == FAILED:
-            self.rank_failed = self.rank_failed or f"rank {event.get('rank')}: {event.get('error')}"
         elif kind == LOST:
             self.rank_failed = self.rank_failed or str(event.get("error"))
         elif kind == "fault":

@@ -118,11 +118,27 @@ def test_norms_by_parts_of_a_batch_are_not_the_same_training(tmp_path: Path) -> 
     assert not (tmp_path / "net.pt").exists()
 
 
+DIES = {
+    "raise ValueError('no such luck')": (1, r"rank 1: ValueError: no such luck \(.*train\.py:\d+\)"),
+    "raise torch.OutOfMemoryError('CUDA out of memory')": (1, r"rank 1: OutOfMemoryError: CUDA out of memory"),
+    "import os; os.kill(os.getpid(), 9)": (137, r"rank 1 was ended by SIGKILL; its output: .*rank-0001"),
+    "import sys; sys.exit(3)": (3, r"rank 1 ended with exit code 3"),
+}
+
+
 @pytest.mark.long
-def test_a_rank_that_dies_ends_all_and_is_named(tmp_path: Path) -> None:
-    dies = "    if epoch == 1 and torch.distributed.get_rank() == 1: raise ValueError('no such luck')\n    net.train()"
-    (tmp_path / "train.py").write_text(SCRIPT.replace("EPOCHS", "3").replace("    net.train()", dies))
+@pytest.mark.parametrize("fault", DIES, ids=["raises", "has no memory", "killed", "leaves"])
+def test_a_rank_that_dies_ends_all_and_is_named(tmp_path: Path, fault: str) -> None:
+    """And nothing is lost of what was saved before."""
+    dies = f"    if epoch == 1 and torch.distributed.get_rank() == 1: {fault}\n    net.train()"
+    saves = "    torch.save(net.state_dict(), f'net-{epoch}.pt')\ntorch.save"
+    script = SCRIPT.replace("EPOCHS", "3").replace("    net.train()", dies).replace("torch.save", saves, 1)
+    (tmp_path / "train.py").write_text(script)
     (tmp_path / "plan.yaml").write_text(PROVED.format(2))
     found = advisor(tmp_path, "run", "--gpus", "2", "--plan", "plan.yaml", "train.py")
-    assert found.returncode == 1
-    assert re.search(r"rank 1: ValueError: no such luck \(.*train\.py:\d+\)", found.stderr)
+    code, told = DIES[fault]
+    assert found.returncode == code
+    assert re.search(told, found.stderr), found.stderr
+    assert "ChildFailedError" not in found.stderr
+    assert [path.name for path in tmp_path.glob("net*.pt")] == ["net-0.pt"]
+    assert set(torch.load(tmp_path / "net-0.pt")) >= {"0.weight", "1.running_mean"}

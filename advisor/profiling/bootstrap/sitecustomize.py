@@ -19,7 +19,7 @@ _HELPERS = ("multiprocessing.spawn", "multiprocessing.forkserver", "multiprocess
 # Programs, and modules run with `-m`, that start training processes and do not train themselves.
 _AGENTS = (
     *("torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate", "accelerate.commands.launch"),
-    *("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "pip", "uv"),
+    *("deepspeed", "deepspeed.launcher.runner", "deepspeed.launcher.launch", "pip", "uv", "advisor.distributed.agent"),
 )
 
 _ME = str(os.getpid())  # kept by a script that replaces itself (`os.execv`), which then is still the one that trains

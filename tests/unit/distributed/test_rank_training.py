@@ -263,3 +263,32 @@ def test_ranks_that_have_drawn_another_split_are_refused(
     with pytest.raises(Refused):
         shards._agree(7, "an epoch")
     assert re.search(r"test_rank_training.py:\d+: ranks have drawn different samples", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["each rank's statistics", "synchronised"])
+def test_rank_0s_statistics_are_everybodys_before_an_evaluation_and_not_in_each_step(
+    monkeypatch: pytest.MonkeyPatch, own: bool
+) -> None:
+    sent: list[int] = []
+    monkeypatch.setattr(gradients_module.distributed, "broadcast", lambda tensor, source: sent.append(source))
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    layer = gradients_module.Replicated(net, Loaders(0, 1), {}, synchronised=not own)
+    called = layer(net.forward, net)
+    x = torch.randn(2, 3, 5, 5)
+    for _ in range(3):
+        called(x).sum().backward()
+    assert (sent, layer.settings[gradients_module.BUFFERS]) == ([], False)
+    net.eval()
+    called(x)
+    once = [0] * (3 if own else 0)  # mean, variance, count
+    assert sent == once
+    called(x)
+    assert sent == once
+    net.load_state_dict({name: value + 1 for name, value in net.state_dict().items()})
+    called(x)
+    assert sent == once * 2
+    net.train()
+    called(x).sum().backward()
+    with torch.no_grad():
+        called(x)
+    assert sent == once * 3

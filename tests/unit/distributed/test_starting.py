@@ -35,7 +35,7 @@ def test_torchrun_stands_in_the_interpreters_place_and_the_words_stay(tmp_path: 
     found = starting.on_ranks(plain, 3, tmp_path, seed=7, way=place.Way(norms=place.LOCAL))
     assert found.started[1:] == (
         "-m",
-        "torch.distributed.run",
+        "advisor.distributed.agent",
         "--standalone",
         "--nproc-per-node",
         "3",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,6 +15,7 @@ from advisor.distributed import place
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import ranks
 from advisor.trials.records import Measurement
+from advisor.trials.script import Script
 
 
 def measured(*, gradient: float = 0.0, loss: float = 0.0, seed: int = 0) -> Measurement:
@@ -88,3 +90,38 @@ def test_halves_of_too_few_or_an_odd_number_of_ranks_are_refused(count: int) -> 
 def test_shares_of_weights_do_not_go_beside_norms_of_each_ranks_own(shard: str) -> None:
     with pytest.raises(AdvisorError, match="--allow training"):
         ranks.way(True, shard, 4)
+
+
+@pytest.mark.parametrize(
+    ("off", "passes", "runs"),
+    [((1e-2, 1e-6), True, 8), ((1e-2, 1e-2), False, 8), ((0.2, 1e-6), False, 4)],
+    ids=["one seed alone", "each seed", "more than a turn makes"],
+)
+def test_a_value_that_a_rounding_has_turned_is_told_from_a_fault_by_another_seed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, off: tuple[float, float], passes: bool, runs: int
+) -> None:
+    """`off`: how far the ranks' gradients are, from the first seed and from the second."""
+    seeds: list[int] = []
+
+    def run(script: Script, seed: int, steps: int, **orders: object) -> Measurement:
+        seeds.append(seed)
+        together = dict(script.command.variables).get(place.RANKS_VARIABLE) == "2"
+        gradient = off[seed - 7] if together else 1e-6 if orders else 0.0
+        return measured(gradient=gradient, loss=1e-6 if orders or together else 0.0, seed=len(seeds))
+
+    monkeypatch.setattr(ranks, "one_run", run)
+    monkeypatch.setattr(ranks, "ratio", lambda *_, **__: SimpleNamespace(bounds=None))
+    (tmp_path / "train.py").write_text("")
+    command, said = ScriptCommand.parse((str(tmp_path / "train.py"),)), list[str]()
+    script = Script(command, tmp_path, None, said.append)
+
+    def prove() -> ranks.RanksProof:
+        return ranks.prove(command, 2, script, seed=7, way=place.Way(), launch=None, say=said.append)
+
+    if passes:
+        assert prove().check.passed
+    else:
+        with pytest.raises(AdvisorError, match="do not train as one process does"):
+            prove()
+    assert len(seeds) == runs
+    assert any("another seed" in line for line in said) == (runs == 8)
