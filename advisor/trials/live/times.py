@@ -147,12 +147,13 @@ class Times:
 
     @property
     def by_device(self) -> bool:
-        """Whether the device's own time decides: it waits for the loader for a good part of the step, with the change off."""
+        """Whether the device's own time decides: it waits for the loader for a good part of the step, with the change off or on."""
         if self.exponent or not self.off.devices or not self.on.devices:
             return False
         seen = min(*self.off.devices, *self.on.devices) > 0
         # Of means: behind workers that deliver several batches at once most steps do not wait, and few wait for long.
-        return seen and math.fsum(self.off.devices) < (1 - WAITS_FRAC) * math.fsum(self.off.means)
+        arms = (self.off, self.on)
+        return seen and any(math.fsum(arm.devices) < (1 - WAITS_FRAC) * math.fsum(arm.means) for arm in arms)
 
     @property
     def pairs(self) -> list[tuple[float, float]]:

@@ -194,7 +194,7 @@ def _looked_at(
     plain: PlainStep, modules: dict[str, torch.nn.Module], on: Callable[[], None], off: Callable[[], None]
 ) -> tuple[dict[str, layers.Told], Seen, float, list[str]]:
     """What is told of each of these, what was seen of them, and what `layers.arrived` says; leaves the change on."""
-    with bare(plain):
+    with bare(plain), untuned():
         seen = observed(plain, modules, plain.lift)
     off()
     plain.saved.restore()

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from advisor.trials.numerics.plain import PlainStep
+from advisor.trials.numerics.plain import LONG_S, PlainStep
 from advisor.trials.numerics.replay import ReplayedCall
 
 # Copies of inputs, outputs and both gradients of every layer and of each module around several, and one such module run again, in
 # activations of a plain step. Seen on an H200: DeepLabV3+ with ResNet-101 110 GB of copies for 20 GB of activations.
 _COPIES = 6.0
-# Layers of a step that takes longer than this are judged on fewer samples: what is wrong with a layer shows in some of them.
-_LONG_S, _FEWEST = 0.5, 4
+# Layers of a step that takes longer than `LONG_S` are judged on fewer samples, but not fewer than this: what is wrong with one shows in some.
+_FEWEST = 4
 
 
 def free_bytes(device: torch.device) -> float:
@@ -48,8 +48,8 @@ def fewer(plain: PlainStep) -> Iterator[PlainStep]:
     device, seconds = plain.saved.device, plain.base.seconds
     needed = _COPIES * step_bytes(device)
     fit = samples * min(1.0, free_bytes(device) / needed if needed else 1.0)
-    if seconds > _LONG_S:
-        fit = min(fit, max(_FEWEST, samples * _LONG_S / seconds))
+    if seconds > LONG_S:
+        fit = min(fit, max(_FEWEST, samples * LONG_S / seconds))
     kept = min(samples, max(1, int(fit)))
     while kept:
         yield plain if kept == samples else dataclasses.replace(plain, call=cut(plain.call, kept))

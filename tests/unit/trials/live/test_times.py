@@ -214,9 +214,11 @@ def test_what_saves_the_devices_time_and_makes_the_step_slower_is_not_kept() -> 
 
 
 def test_the_step_decides_where_it_hardly_waits_or_nobody_saw_for_how_long() -> None:
-    times = waiting(step_on=99_000.0, device_on=20_000.0)
+    times = waiting(step_on=99_000.0, device_on=94_000.0)
     times.off.devices = [95_000.0] * PAIRS
     assert not times.by_device
+    times.on.devices = [20_000.0] * PAIRS  # with the change it waits
+    assert times.by_device
     times.off.devices = [0.0] * PAIRS
     assert not times.by_device
     assert times.pairs == times.steps_in_pairs

@@ -20,7 +20,7 @@ from advisor.ops import dispatch
 from advisor.ops.batchnorm_act import reference
 from advisor.transforms import capture, conv_bias
 from advisor.transforms.forward import CAPTURE, ForwardStack
-from advisor.trials.numerics import inside, layers, operations, room, seen
+from advisor.trials.numerics import inside, layers, operations, plain, room, seen
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.replay import ReplayedCall
 
@@ -492,6 +492,26 @@ def test_layers_are_judged_on_as_many_samples_as_have_room(fault: str, monkeypat
     assert tried[-1] <= 3 < tried[-2]
     assert "could not be checked" not in check.detail
     assert check.passed is not bool(fault), check
+
+
+def test_a_long_step_is_replayed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = []
+    for long_s in (math.inf, 0.0):
+        made: list[dict[str, Any]] = []
+        real = plain.replay
+
+        def counted(*args: Any, made: list[dict[str, Any]] = made, real: Any = real, **options: Any) -> Any:
+            made.append(options)
+            return real(*args, **options)
+
+        monkeypatch.setattr(plain, "LONG_S", long_s)
+        monkeypatch.setattr(plain, "replay", counted)
+        loop = loop_of("1-D, dropout 0.8")
+        check = loop.judge(Change("bf16", bf16(loop), Semantics.PRECISION))
+        assert check.passed, check
+        counts.append(sum("lift" not in options for options in made))
+        monkeypatch.setattr(plain, "replay", real)
+    assert counts[1] <= counts[0] - 6
 
 
 def test_a_call_is_cut_where_all_that_it_is_given_and_gives_is_of_as_many_samples() -> None:
