@@ -328,9 +328,8 @@ def try_patch(
     check_names(USUAL)
     command = ScriptCommand.parse(words, module=module)
     run_dir = begin_run(command.name, out, say)
-    return try_patch(
-        command, words, patch, module=module, min_gain=min_gain, max_time_s=max_time_s, run_dir=run_dir, say=say
-    )
+    options = SearchOptions(min_gain=min_gain, time_s=max_time_s)
+    return try_patch(command, words, patch, module=module, options=options, run_dir=run_dir, say=say)
 
 
 def check_names(options: SearchOptions) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.analysis import activations
@@ -45,6 +45,39 @@ class Goal:
     say: Say
     plain: Measurement | None = None
     before: MemoryLook | None = None
+    now: MemoryLook | None = None  # with what is kept
+    kept: list[PlanItem] = field(default_factory=list)
+
+    def search(self) -> None:
+        """Try what makes the step hold less, until one does; allocator settings on top of it.
+
+        Raises:
+            AdvisorError: where the script shows no step.
+        """
+        self.say("watching what a step holds")
+        self.before = self.now = watched(self.script, ())
+        if self.before is None:
+            raise AdvisorError(
+                f"no step could be watched ({self.script.last_line or 'the script ended early'})",
+                exit_code=ExitCode.INCONCLUSIVE,
+            )
+        self.say("timing the script as it is")
+        self.plain = self.runs.measure(spent.MEMORY, ())
+        for item, told in sets(self.before, self.limit_bytes):
+            if self._keeps(item, told):
+                break
+        if self.before.device == "cuda":
+            self._keeps(PlanItem(transform="expandable_segments", status=Status.KEPT, semantics="exact"), "")
+
+    def _keeps(self, item: PlanItem, told: str) -> bool:
+        verdict, look = self.tried(item, self.kept, told)
+        records.save_verdict(self.script.run_dir, verdict)
+        self.say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
+        if verdict.status != Status.KEPT:
+            return False
+        self.kept.append(item_of(verdict))
+        self.now = look
+        return True
 
     def tried(self, item: PlanItem, kept: Sequence[PlanItem], told: str) -> tuple[Verdict, MemoryLook | None]:
         """The verdict on one change, on top of what is kept, and what a step holds with it."""
@@ -95,38 +128,13 @@ def reach(
     script = Script(command, run_dir, launcher.launch, say)
     runs = FreshRuns(script, budget.Budget.from_now(600.0, None).trial_s)
     goal = Goal(script, runs, cost, limit_bytes, say)
-    kept: list[PlanItem] = []
-    now: MemoryLook | None = None
     try:
-        say("watching what a step holds")
-        goal.before = now = watched(script, ())
-        if goal.before is None:
-            raise AdvisorError(
-                f"no step could be watched ({script.last_line or 'the script ended early'})",
-                exit_code=ExitCode.INCONCLUSIVE,
-            )
-        say("timing the script as it is")
-        goal.plain = runs.measure(spent.MEMORY, ())
-        for item, told in sets(goal.before, limit_bytes):
-            verdict, look = goal.tried(item, kept, told)
-            records.save_verdict(run_dir, verdict)
-            say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
-            if verdict.status == Status.KEPT:
-                kept.append(item_of(verdict))
-                now = look
-                break
-        if goal.before.device == "cuda":
-            item = PlanItem(transform="expandable_segments", status=Status.KEPT, semantics="exact")
-            verdict, look = goal.tried(item, kept, "")
-            records.save_verdict(run_dir, verdict)
-            say(f"{verdict.title}: {verdict.status}, {verdict.reason}")
-            if verdict.status == Status.KEPT:
-                kept.append(item_of(verdict))
-                now = look
+        goal.search()
     except KeyboardInterrupt:
         script.interrupted = True
     finally:
         script.put_back()
+    kept, now = goal.kept, goal.now
     plan = Plan(
         script=command.words[0],
         argv=command.words[1:],

@@ -25,6 +25,7 @@ from advisor.profiling.beside.launcher import Elsewhere, launch
 from advisor.trials import losses, proof, shadow, spent
 from advisor.trials.budget import SETTLE_S, Budget
 from advisor.trials.fresh import FreshRuns
+from advisor.trials.options import SearchOptions
 from advisor.trials.proof import PLAIN, ROUND
 from advisor.trials.records import Measurement
 from advisor.trials.script import Launch, Say, Script
@@ -107,8 +108,7 @@ def try_patch(
     patch: Path,
     *,
     module: bool,
-    min_gain: float,
-    max_time_s: float,
+    options: SearchOptions,
     run_dir: Path,
     say: Say,
     start: Launch = launch,
@@ -117,7 +117,7 @@ def try_patch(
 
     Args:
         words: of the command, as the user wrote them.
-        max_time_s: no further round of runs begins after this. The first is always made.
+        options: `min_gain` and `time_s` of them: no further round of runs begins after that. The first is always made.
         start: runs a process; another one in tests.
 
     Raises:
@@ -127,7 +127,7 @@ def try_patch(
     owners.hold(run_dir)
     copy = shadow.make(patch, run_dir / COPY, command.name)
     say(f"the patch is applied to a copy; it changes {', '.join(copy.files)}")
-    limits = Budget.from_now(max_time_s, None)
+    limits = Budget.from_now(options.time_s, None)
     there = functools.partial(start, elsewhere=Elsewhere(copy.directory(), copy.python_path()))
     try:
         patched = Script(_command_in(copy, words, module), run_dir, there, say)
@@ -140,7 +140,7 @@ def try_patch(
             changed=FreshRuns(patched, limits.trial_s, settle_s=SETTLE_S),
             copy=copy,
             limits=limits,
-            min_gain=min_gain,
+            min_gain=options.min_gain,
             say=say,
         )
         outcome = trial.judged()

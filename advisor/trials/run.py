@@ -46,26 +46,7 @@ def run_plan(
     Raises:
         AdvisorError: with `strict`, when anything has changed since the plan was proved.
     """
-    kept = tuple(item for item in plan.items if item.status == Status.KEPT)
-    own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
-    now = planfile.hashes_here(command.name, environment=_environment_text())
-    changed = planfile.mismatches(plan, command.name, now, uses_kernels=bool(own_kernels))
-    if changed and strict:
-        raise AdvisorError(
-            f"{path} does not fit: " + "; ".join(changed),
-            expected="what it was proved on",
-            fix=f"Prove it again with `advisor apply --plan {path}`, or leave --strict out.",
-        )
-    for change in changed:
-        say(f"plan: {change}")
-    if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
-        say(f"the plan is not proved here, so the plain script trains; prove it with `advisor apply --plan {path}`")
-        kept = ()
-    elif plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
-        without = ", ".join(item.transform for item in own_kernels)
-        say(f"training without {without}; `advisor apply --plan {path}` proves the rest here")
-        kept = tuple(item for item in kept if item not in own_kernels)
-    kept = (*kept, *also)
+    kept = (*_fitting(command, path, plan, strict, say), *also)
     if not kept:
         waiting = sum(item.status == Status.UNCONFIRMED for item in plan.items)
         settle = (
@@ -83,7 +64,6 @@ def run_plan(
     )
     planfile.write(run_dir / records.PLAN_FILE, plan)
     events: set[object] = set()
-
     fallen = Fallen()
 
     def note(event: dict[str, Any]) -> None:
@@ -94,17 +74,51 @@ def run_plan(
     if fallen.rank is not None:
         log = f"; its output: {starting.log_of(run_dir, fallen.rank)}" if fallen.rank else ""
         say(f"{fallen.told}{log}")
-    if kept and disabled():
+    if kept:
+        _tell_end(events, ended.fault, say)
+    return int(ExitCode.USAGE) if REFUSED in events else ended.code
+
+
+def _fitting(command: ScriptCommand, path: Path, plan: Plan, strict: bool, say: Say) -> tuple[PlanItem, ...]:
+    """What is kept, as far as its proof holds here.
+
+    Raises:
+        AdvisorError: with `strict`, when anything has changed since the plan was proved.
+    """
+    kept = tuple(item for item in plan.items if item.status == Status.KEPT)
+    own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
+    now = planfile.hashes_here(command.name, environment=_environment_text())
+    changed = planfile.mismatches(plan, command.name, now, uses_kernels=bool(own_kernels))
+    if changed and strict:
+        raise AdvisorError(
+            f"{path} does not fit: " + "; ".join(changed),
+            expected="what it was proved on",
+            fix=f"Prove it again with `advisor apply --plan {path}`, or leave --strict out.",
+        )
+    for change in changed:
+        say(f"plan: {change}")
+    if plan.hashes.environment and now.environment and plan.hashes.environment != now.environment:
+        say(f"the plan is not proved here, so the plain script trains; prove it with `advisor apply --plan {path}`")
+        return ()
+    if plan.hashes.kernels and plan.hashes.kernels != now.kernels and own_kernels:
+        without = ", ".join(item.transform for item in own_kernels)
+        say(f"training without {without}; `advisor apply --plan {path}` proves the rest here")
+        return tuple(item for item in kept if item not in own_kernels)
+    return kept
+
+
+def _tell_end(events: set[object], fault: str, say: Say) -> None:
+    """Why the script has trained without the plan, if it has."""
+    if disabled():
         say(f"{DISABLE_VARIABLE} is set: the script has trained without the plan")
-    elif kept and ended.fault:
+    elif fault:
         which = "after the plan was on" if "applied" in events else "which has trained without the plan"
-        say(f"advisor switched itself off in the script, {which}: {ended.fault}")
-    elif kept and "applied" not in events:
+        say(f"advisor switched itself off in the script, {which}: {fault}")
+    elif "applied" not in events:
         say(
             "too few training steps were seen: the script has trained without the plan's changes to models and "
             "optimizers (advisor follows processes that the script starts only if they join a process group)"
         )
-    return int(ExitCode.USAGE) if REFUSED in events else ended.code
 
 
 def _environment_text() -> str:

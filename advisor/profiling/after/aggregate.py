@@ -7,8 +7,9 @@ Every number is a mean over the traced steps, in the traced window's own time. B
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 from advisor.core.environment import Environment
 from advisor.core.profile import CopyRow, IdleCause, KernelRow, Site
@@ -17,6 +18,7 @@ from advisor.core.units import percent_text
 from advisor.profiling.after import bylines, dram, promotions, rows, transfers
 from advisor.profiling.after.idle import HostActivity, Piece, device_idle, host_idle
 from advisor.profiling.after.rows import Precision, WorkItem
+from advisor.profiling.after.transfers import Wait
 from advisor.profiling.trace import kinds
 from advisor.profiling.trace.cupy_names import MADE, PREFIX
 from advisor.profiling.trace.hostcalls import copy_kind, is_allocation, is_launch, is_load, is_wait
@@ -60,9 +62,7 @@ class Aggregate:
     host_us: float = 0.0
     next_us: float = 0.0  # the training thread in a loader's `next()`
     optimizer_host_us: float = 0.0  # of these, inside Optimizer.step, or at lines that update weights by hand
-    average_host_us: float = (
-        0.0  # the training thread at lines that average weights, with the Python between their calls
-    )
+    average_host_us: float = 0.0  # the training thread at lines that average weights, with Python between their calls
     average_calls_us: float = 0.0  # of these, inside the calls
     backward_nodes: float = 0.0  # that autograd's engine has run
     allocating_us: float = 0.0  # the host in calls that take memory from the driver or give it back
@@ -132,73 +132,26 @@ def _device_steps(
     waits = transfers.waits(trace, tree, inside)
     notes = list(trace.notes)
     if not device.name:
-        # No device records means that nothing is known, not that the device was idle.
-        return Aggregate(steps=steps, step_us=(last - first) / 1e3 / steps, syncs=transfers.sync_sites(waits, steps),
-                         launches=len(launches) / steps, coverage_frac=0.0, events=events,
-                         notes=tuple(notes))  # fmt: skip
-    if coverage is not None and coverage < LOW_COVERAGE:
-        notes.append(
-            f"only {percent_text(coverage)} of the kernel launches have a device record: shares of time are uncertain"
-        )
-
+        return _without_records(trace, transfers.sync_sites(waits, steps), len(launches) / steps, events)
     everything = _records(trace, tree)
     records = [r for r in everything if first <= r.launched < last]
-    orphans = sum(r.op < 0 and r.launched == device.start_ns[r.index] for r in records)
-    if orphans:
-        notes.append(f"{orphans} device records have neither a launch call nor an operator")
+    span = partial(_span, device)
+    compute = sorted((r for r in records if r.compute), key=span)
+    gpus = len({device.device[r.index] for r in compute})
     replayed = sum("GraphLaunch" in runtime.name[i] for i in launches)
-    if replayed:
-        notes.append(
-            f"{replayed / steps:g} CUDA graph replays a step: their kernels have no operator, module or line, and no "
-            "modelled limit"
-        )
+    notes += _cautions(device, records, coverage, replayed / steps, gpus)
     # The host runs ahead: on the device the window opens when the work launched before it is done, and closes when the
     # work launched in it is.
     start = max([first, *(device.end_ns[r.index] for r in everything if r.launched < first and r.compute)])
     end = max([last, *(device.end_ns[r.index] for r in records)])
 
-    def span(record: _Record) -> Interval:
-        return device.start_ns[record.index], device.end_ns[record.index]
-
-    compute = sorted((r for r in records if r.compute), key=span)
     busy = clip(union(map(span, compute)), start, end)
     copying = clip(union(span(r) for r in records if not r.compute), start, end)
-    comm = [r for r in compute if kinds.kind_of_kernel(device.name[r.index]) == "comm"]
-    beside_comm = union(span(r) for r in compute if kinds.kind_of_kernel(device.name[r.index]) != "comm")
-    host = HostActivity(
-        loading=_loading(trace, tree, _training_thread(trace)),
-        waiting=waits,
-        working=_working(trace, tree),
-        starts=[device.start_ns[r.index] for r in compute],
-        launched=[r.launched for r in compute],
-        sources=[tree.line[r.op] if r.op >= 0 else "" for r in compute],
-    )
-    waited = union((a, b) for a, b, _, _ in waits)
-    away = clip(union([*waited, *host.loading]), first, last)
-    thread = _training_thread(trace)
-    by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, thread)
-    stepping = clip(union([*_stepping(trace, thread), *by_hand]), first, last)
-    averaging, calls = bylines.spans(trace, tree, AVERAGE, thread)
-    nodes = sum(
-        name.startswith(ENGINE) and first <= trace.ops.start_ns[i] < last for i, name in enumerate(trace.ops.name)
-    )
-    allocating = union(
-        (runtime.start_ns[i], runtime.end_ns[i])
-        for i, name in enumerate(runtime.name)
-        if inside[i] and is_allocation(name)
-    )
-    gpus = len({device.device[r.index] for r in compute})
-    if gpus > 1:
-        notes.append(
-            f"the step runs on {gpus} GPUs: it is busy while one of them works, and its limit is that of the one with most to do"
-        )
+    host = _host_activity(trace, tree, waits, compute)
     # The counters are those of one GPU.
     moved = dram.spread(device, trace.dram) if trace.dram.start_ns and gpus == 1 else None
     table, limit = rows.rows([_work(device, r, moved) for r in compute], trace, tree, environment, precision, steps)
-    made, loaded = _of_cupy(trace, inside, steps)
     return Aggregate(
-        cupy_made=made,
-        cupy_compiles=loaded,
         steps=steps,
         step_us=(end - start) / 1e3 / steps,
         kernels=table,
@@ -212,34 +165,108 @@ def _device_steps(
         limit_us=limit,
         overlap_us=overlap_ns(map(span, compute)) / 1e3 / steps,
         streams=len({(device.device[r.index], device.stream[r.index]) for r in compute}),
-        host_us=(last - first - total(away)) / 1e3 / steps,
-        next_us=total(clip(host.loading, first, last)) / 1e3 / steps,
-        optimizer_host_us=total(subtract(stepping, waited)) / 1e3 / steps,
-        average_host_us=total(clip(averaging, first, last)) / 1e3 / steps,
-        average_calls_us=total(clip(union(calls), first, last)) / 1e3 / steps,
-        backward_nodes=nodes / steps,
         promotions=promotions.sites(trace, tree, first, last, steps),
-        allocating_us=total(allocating) / 1e3 / steps,
-        allocating_idle_us=total(subtract(allocating, busy)) / 1e3 / steps,
-        comm_exposed_us=total(subtract(union(map(span, comm)), beside_comm)) / 1e3 / steps,
+        comm_exposed_us=_comm_exposed_ns(device, compute) / 1e3 / steps,
         dram_bytes=dram.within(trace.dram, start, end) / steps if moved is not None else None,
         coverage_frac=coverage,
         events=events,
         notes=tuple(notes),
+        **_host_times(trace, tree, host, inside, busy),
+        **_of_cupy(trace, inside, steps),
     )
 
 
-def _of_cupy(trace: Trace, inside: list[bool], steps: int) -> tuple[float | None, float | None]:
-    """Kernel objects that CuPy made per step, and modules that were loaded; None where the loop is not CuPy's."""
+def _without_records(trace: Trace, syncs: tuple[Site, ...], launches: float, events: int) -> Aggregate:
+    """No device records means that nothing is known, not that the device was idle."""
+    bounds = trace.step_bounds_ns
+    steps = len(bounds) - 1
+    step_us = (bounds[-1] - bounds[0]) / 1e3 / steps
+    return Aggregate(steps=steps, step_us=step_us, syncs=syncs, launches=launches, coverage_frac=0.0, events=events,
+                     notes=tuple(trace.notes))  # fmt: skip
+
+
+def _host_activity(trace: Trace, tree: HostTree, waits: list[Wait], compute: list[_Record]) -> HostActivity:
+    return HostActivity(
+        loading=_loading(trace, tree, _training_thread(trace)),
+        waiting=waits,
+        working=_working(trace, tree),
+        starts=[trace.kernels.start_ns[r.index] for r in compute],
+        launched=[r.launched for r in compute],
+        sources=[tree.line[r.op] if r.op >= 0 else "" for r in compute],
+    )
+
+
+def _comm_exposed_ns(device: DeviceTable, compute: list[_Record]) -> int:
+    """How long the device does nothing but communicate."""
+    comm = {r.index for r in compute if kinds.kind_of_kernel(device.name[r.index]) == "comm"}
+    beside = union(_span(device, r) for r in compute if r.index not in comm)
+    return total(subtract(union(_span(device, r) for r in compute if r.index in comm), beside))
+
+
+def _span(device: DeviceTable, record: _Record) -> Interval:
+    return device.start_ns[record.index], device.end_ns[record.index]
+
+
+def _cautions(
+    device: DeviceTable, records: list[_Record], coverage: float | None, replays: float, gpus: int
+) -> Iterator[str]:
+    """What makes these numbers say less than they seem to."""
+    if coverage is not None and coverage < LOW_COVERAGE:
+        yield f"only {percent_text(coverage)} of the kernel launches have a device record: shares of time are uncertain"
+    orphans = sum(r.op < 0 and r.launched == device.start_ns[r.index] for r in records)
+    if orphans:
+        yield f"{orphans} device records have neither a launch call nor an operator"
+    if replays:
+        yield (
+            f"{replays:g} CUDA graph replays a step: their kernels have no operator, module or line, and no "
+            "modelled limit"
+        )
+    if gpus > 1:
+        yield f"the step runs on {gpus} GPUs: it is busy while one of them works, and its limit is that of the one with most to do"
+
+
+def _host_times(
+    trace: Trace, tree: HostTree, host: HostActivity, inside: list[bool], busy: list[Interval]
+) -> dict[str, float]:
+    """What the host did in a step, by the fields of `Aggregate`; `busy`: when the device was."""
+    bounds, runtime, thread = trace.step_bounds_ns, trace.runtime, _training_thread(trace)
+    steps, first, last = len(bounds) - 1, bounds[0], bounds[-1]
+    waited = union((a, b) for a, b, _, _ in host.waiting)
+    away = clip(union([*waited, *host.loading]), first, last)
+    by_hand, _ = bylines.spans(trace, tree, OPTIMIZER, thread)
+    stepping = clip(union([*_stepping(trace, thread), *by_hand]), first, last)
+    averaging, calls = bylines.spans(trace, tree, AVERAGE, thread)
+    nodes = sum(
+        name.startswith(ENGINE) and first <= trace.ops.start_ns[i] < last for i, name in enumerate(trace.ops.name)
+    )
+    allocating = union(
+        (runtime.start_ns[i], runtime.end_ns[i])
+        for i, name in enumerate(runtime.name)
+        if inside[i] and is_allocation(name)
+    )
+    nanoseconds = {
+        "host_us": last - first - total(away),
+        "next_us": total(clip(host.loading, first, last)),
+        "optimizer_host_us": total(subtract(stepping, waited)),
+        "average_host_us": total(clip(averaging, first, last)),
+        "average_calls_us": total(clip(union(calls), first, last)),
+        "allocating_us": total(allocating),
+        "allocating_idle_us": total(subtract(allocating, busy)),
+    }
+    return {name: ns / 1e3 / steps for name, ns in nanoseconds.items()} | {"backward_nodes": nodes / steps}
+
+
+def _of_cupy(trace: Trace, inside: list[bool], steps: int) -> dict[str, float]:
+    """Kernel objects that CuPy made per step, and modules that were loaded; None where the loop is not CuPy's; by the fields of `Aggregate`."""
     ops, first, last = trace.ops, trace.step_bounds_ns[0], trace.step_bounds_ns[-1]
     if not any(name.startswith(PREFIX) for name in ops.name):
-        return None, None
+        return {}
     made = sum(
         name.startswith(PREFIX) and name.endswith(MADE) and first <= start < last
         for name, start in zip(ops.name, ops.start_ns, strict=True)
     )
     loaded = sum(held and is_load(name) for held, name in zip(inside, trace.runtime.name, strict=True))
-    return made / steps, loaded / steps
+    return {"cupy_made": made / steps, "cupy_compiles": loaded / steps}
 
 
 def _records(trace: Trace, tree: HostTree) -> list[_Record]:

@@ -13,6 +13,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from advisor.core.profile import IdleCause, Site
+from advisor.profiling.after.transfers import Wait
 from advisor.profiling.trace.intervals import Interval, clip, gaps, subtract, total, union
 
 DATA, LAUNCH, COPY, SYNC, OTHER = "data", "launch", "copy", "sync", "other"
@@ -25,9 +26,6 @@ COPYING = (
     "aten::_to_copy",
     "aten::copy_",
 )  # operators that copy whole tensors, at the end of a wait's name
-
-Wait = tuple[int, int, str, str]
-"""Start and end, ns; source; what."""
 
 
 @dataclass(slots=True, kw_only=True)

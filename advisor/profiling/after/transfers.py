@@ -12,7 +12,7 @@ from advisor.profiling.trace.hostcalls import copy_kind, is_wait, wait_text
 from advisor.profiling.trace.hosttree import HostTree
 from advisor.profiling.trace.intervals import Interval, clip, total
 
-Wait = tuple[int, int, str, str]  # start, end, source line, what
+Wait = tuple[int, int, str, str]  # start and end, ns; source line; what
 
 
 def waits(trace: Trace, tree: HostTree, inside: list[bool]) -> list[Wait]:

@@ -11,13 +11,10 @@ from typing import Any
 
 import torch
 
-from advisor.core import architectures
-from advisor.core.findings import Recommendation, Semantics
+from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
-from advisor.core.transform_row import TOGETHER
 from advisor.core.verdict import Check, Status, Verdict
 from advisor.loop import graphs
-from advisor.loop.attach import Attached
 from advisor.loop.interval import BACKWARDS, SHAPES
 from advisor.loop.recorded import capture_next_step
 from advisor.loop.training import StepEvent
@@ -30,6 +27,7 @@ from advisor.trials.live.batches import BatchWatch
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
+from advisor.trials.live.precision import bf16_serves, computes_in, precision_of
 from advisor.trials.live.switch import OtherModel, Switch, Unclean, first_line
 from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
@@ -195,7 +193,7 @@ class Trial:
     # -- match ------------------------------------------------------------------------------------------------------
 
     def _match(self, transform: Transform) -> Verdict | None:
-        if transform.id == "amp_fp16" and self._bf16_serves():
+        if transform.id == "amp_fp16" and bf16_serves(self.loop):
             # The same matrix rate with less range: loss scaling for nothing but cuDNN's fp16 batch norms.
             return self.verdict(
                 Status.SKIPPED, "bf16 runs as fast on this GPU and needs no loss scaling; `--only amp_fp16` tries it"
@@ -205,14 +203,6 @@ class Trial:
         if not match.applies:
             return self.verdict(Status.NOT_APPLICABLE, match.reason or "it does not apply here")
         return None
-
-    def _bf16_serves(self) -> bool:
-        """Whether bf16 is, or was, a candidate on a GPU with bf16 matrix units."""
-        least = divmod(architectures.BF16, 10)
-        if not self.loop.on_gpu or torch.cuda.get_device_capability(self.loop.training.device) < least:
-            return False
-        tried = (v.transform for v in self.loop.verdicts())
-        return "amp_bf16" in {*tried, *(c.transform for c in self.loop.session.candidates)}
 
     def _rivals(self, transform: Transform) -> list[Standing]:
         standing = self.loop.kept.standing
@@ -237,7 +227,7 @@ class Trial:
         if captured:
             with self.limit.alarm():
                 result = self._gate.judge(
-                    switch.on, switch.off, transform.semantics, precision_of(transform), self._computes_in()
+                    switch.on, switch.off, transform.semantics, precision_of(transform), computes_in(self.loop)
                 )
             numerics, self._first_us = result.check, result.first_us
             self.loop.spent.charge(spent.FIRST, result.first_us / 1e6)
@@ -248,15 +238,6 @@ class Trial:
         if numerics.passed is None:
             return self.verdict(Status.INCONCLUSIVE, f"its numbers could not be checked: {numerics.detail}")
         return None
-
-    def _computes_in(self) -> str:
-        """What the loop as it stands rounds to inside its models, as far as a look from outside cannot tell."""
-        discovery = Attached.discovery
-        if discovery is not None and discovery.seen.autocast is not None:
-            return "half"
-        standing = (s.transform for s in self.loop.kept.standing if not s.transform.guides)
-        kept = {precision_of(transform) for transform in standing if transform.semantics is Semantics.PRECISION}
-        return "half" if "half" in kept else "tf32" if kept else "fp64"
 
     # -- warm-up ----------------------------------------------------------------------------------------------------
 
@@ -414,9 +395,3 @@ class Trial:
         """The next part begins: `phase` is its time's, `named` its name on disk, should the process die in it."""
         self.loop.spent.enter(phase)
         self.loop.note(dataclasses.replace(self.current, phase=named))
-
-
-def precision_of(transform: Transform) -> str:
-    """The class that a change of precision, or several as one, computes in."""
-    names = set(transform.id.split(TOGETHER))
-    return "tf32" if "tf32" in names and not names & planner.HALF else "half"

@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
+import torch
+
 from advisor.core.findings import Semantics
 from advisor.trials.numerics.distance import Distance, distance
 from advisor.trials.numerics.precision import EPSILON, coarser, compute_class
-from advisor.trials.numerics.replay import ReplayedCall, Result, finite, replay
+from advisor.trials.numerics.replay import ReplayedCall, Result, Variation, finite, replay
 from advisor.trials.numerics.state import SavedState
 
 _REPEATS = 3
@@ -54,9 +56,16 @@ class PlainStep:
             or other.largest > 2.0 * max(d.largest for d in self.repeats) + EPSILON[self.target_class]
         )
 
-    def again(self, *, rolled: bool = False, **options: Any) -> Result:
-        """The call once more, with what is on now; options as `replay` has them."""
-        return replay(self.call, self.saved, rolled=rolled and self.rolled is not None, **options)
+    def again(
+        self,
+        *,
+        rolled: bool = False,
+        gradients: dict[int, torch.Tensor | None] | None = None,
+        **options: Any,
+    ) -> Result:
+        """The call once more, with what is on now; options are those of a `Variation`."""
+        how = Variation(rolled=rolled and self.rolled is not None, **options)
+        return replay(self.call, self.saved, how, gradients=gradients)
 
     def off(self, result: Result, *, rolled: bool = False) -> Distance:
         """How far a result of `again` is from the plain call in that order."""
@@ -110,6 +119,6 @@ def _draw(plain: PlainStep) -> None:
 
 def _in_another_order(call: ReplayedCall, saved: SavedState) -> Result | None:
     try:
-        return replay(call, saved, rolled=True)
+        return replay(call, saved, Variation(rolled=True))
     except Exception:  # the model's own: what it asks of its inputs, another order does not have
         return None

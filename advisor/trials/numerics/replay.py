@@ -46,39 +46,42 @@ class Result:
     moved: frozenset[str] = frozenset()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variation:
+    """How a replay differs from the step as the script made it.
+
+    jitter: weights and inputs are moved by this relative amount, by signs of `seed`. rolled: the batch's samples in another order.
+    lift: output gradients times this power of two, parameter gradients back down. reseed: another random state. autocast: on or off.
+    """
+
+    jitter: float = 0.0
+    seed: int = 0
+    reseed: int = 0
+    rolled: bool = False
+    lift: float = 1.0
+    autocast: bool | None = None
+
+
+AS_IT_WAS = Variation()
+
+
 def replay(
     call: ReplayedCall,
     saved: SavedState,
+    how: Variation = AS_IT_WAS,
     *,
-    jitter: float = 0.0,
-    seed: int = 0,
-    reseed: int = 0,
-    rolled: bool = False,
-    lift: float = 1.0,
-    autocast: bool | None = None,
     gradients: dict[int, torch.Tensor | None] | None = None,
 ) -> Result:
     """Run one root forward and backward from the saved state.
 
-    jitter: move weights and inputs by this relative amount. rolled: the batch's samples in another order. lift: output
-    gradients times this power of two, parameter gradients back down. reseed: another random state. gradients: filled with the
-    parameters' own, by identity, as backward leaves them.
+    gradients: filled with the parameters' own, by identity, as backward leaves them.
     """
-    saved.restore(buffers_only=not jitter)
-    if reseed:
-        seed_everything(reseed)
+    saved.restore(buffers_only=not how.jitter)
+    if how.reseed:
+        seed_everything(how.reseed)
     module = call.root.module
-    args, kwargs, grads = call.args, call.kwargs, call.grads
-    if rolled:
-        args, kwargs = _reordered(args, kwargs)
-    if jitter:
-        generator = torch.Generator().manual_seed(seed)
-        args, kwargs = pytree.tree_map(lambda leaf: _jittered(leaf, jitter, generator), (args, kwargs))
-        with torch.no_grad():
-            for parameter in module.parameters():
-                parameter.copy_(_jittered(parameter, jitter, generator))
+    args, kwargs = _varied(call, how)
     enabled, dtype = call.autocast
-    kind = saved.device.type
     buffers = dict(module.named_buffers())
     _synchronize(saved.device)
     start = time.perf_counter()
@@ -86,50 +89,73 @@ def replay(
     try:
         with (
             torch.set_grad_enabled(call.learns),
-            torch.autocast(kind, dtype=dtype, enabled=enabled if autocast is None else autocast),
+            torch.autocast(saved.device.type, dtype=dtype, enabled=enabled if how.autocast is None else how.autocast),
         ):
             output = module(*args, **kwargs)
         tensors = output_tensors(output)
         # Read as the script reads them, on its stream and at once: what is filled in later, by another stream or in
         # backward, is too late for the loss.
         outputs = [t.detach().clone() for t in tensors]
-        wanted = [
-            (t, g * lift if lift != 1.0 else g)
-            for t, g in zip(tensors, grads, strict=False)
-            if g is not None and t.requires_grad and t.shape == g.shape
-        ]
-        if wanted:
-            torch.autograd.backward([t for t, _ in wanted], [g.to(t.dtype) for t, g in wanted])
+        _backward(tensors, call.grads, how.lift)
         inputs = [
             leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.requires_grad
         ]
-        groups = _grouped(module, outputs, inputs, saved, buffers, lift)
+        groups = _grouped(module, outputs, inputs, saved, buffers, how.lift)
         _synchronize(saved.device)
         seconds = time.perf_counter() - start
-        structure = (
-            pytree.tree_structure(output),
-            tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in tensors),
-            tuple(i for i, t in enumerate(outputs) if t.numel() == 1 and in_half(t)),
-            tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
-            (
-                *(id(p) for p in module.parameters()),
-                *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
-            ),
-            tuple(
-                int(b) if b.numel() == 1 else 0
-                for b in module.buffers()
-                if not (b.is_floating_point() or b.is_complex())
-            ),
-        )
         small = tuple(name for name, p in module.named_parameters() if p.requires_grad and p.numel() < SMALL)
+        structure = _structure(module, output, outputs, buffers)
         return Result(groups, structure, seconds, small, frozenset(_moved(module, saved, buffers)))
     finally:
         for parameter in module.parameters():
             if gradients is not None:
                 gradients[id(parameter)] = parameter.grad
             parameter.grad = None
-        if jitter:
+        if how.jitter:
             saved.restore()
+
+
+def _varied(call: ReplayedCall, how: Variation) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The call's inputs so varied, and its weights, which are varied in place."""
+    args, kwargs = call.args, call.kwargs
+    if how.rolled:
+        args, kwargs = _reordered(args, kwargs)
+    if how.jitter:
+        generator = torch.Generator().manual_seed(how.seed)
+        args, kwargs = pytree.tree_map(lambda leaf: _jittered(leaf, how.jitter, generator), (args, kwargs))
+        with torch.no_grad():
+            for parameter in call.root.module.parameters():
+                parameter.copy_(_jittered(parameter, how.jitter, generator))
+    return args, kwargs
+
+
+def _backward(tensors: list[torch.Tensor], grads: list[torch.Tensor | None], lift: float) -> None:
+    wanted = [
+        (t, g * lift if lift != 1.0 else g)
+        for t, g in zip(tensors, grads, strict=False)
+        if g is not None and t.requires_grad and t.shape == g.shape
+    ]
+    if wanted:
+        torch.autograd.backward([t for t, _ in wanted], [g.to(t.dtype) for t, g in wanted])
+
+
+def _structure(
+    module: torch.nn.Module, output: Any, outputs: list[torch.Tensor], buffers: dict[str, torch.Tensor]
+) -> tuple[Any, ...]:
+    """What has to be equal, whatever the values: of outputs, of gradients, of the module's parts, and single whole numbers."""
+    return (
+        pytree.tree_structure(output),
+        tuple((tuple(t.shape), t.dtype, t.device, t.requires_grad) for t in output_tensors(output)),
+        tuple(i for i, t in enumerate(outputs) if t.numel() == 1 and in_half(t)),
+        tuple(name for name, p in module.named_parameters() if p.grad is not None and p.numel() >= SMALL),
+        (
+            *(id(p) for p in module.parameters()),
+            *(name for name, b in module.named_buffers() if b is not buffers.get(name)),
+        ),
+        tuple(
+            int(b) if b.numel() == 1 else 0 for b in module.buffers() if not (b.is_floating_point() or b.is_complex())
+        ),
+    )
 
 
 def in_half(value: torch.Tensor) -> bool:

@@ -11,6 +11,7 @@ from advisor.core.errors import AdvisorError
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
 from advisor.trials import patched, records, shadow
+from advisor.trials.options import SearchOptions
 
 PATCH = """\
 --- a/lib/model.py
@@ -81,8 +82,7 @@ def attempt(project, start):
         ["train.py"],
         Path("idea.patch"),
         module=False,
-        min_gain=0.01,
-        max_time_s=60.0,
+        options=SearchOptions(time_s=60.0),
         run_dir=start.run_dir,
         say=lambda _: None,
         start=start,

@@ -1,3 +1,4 @@
+import dataclasses
 import math
 import random
 
@@ -14,6 +15,7 @@ from advisor.transforms.fused_optimizer import FusedOptimizer
 from advisor.trials.numerics import appeal, bounds, plain, precision, replay
 from advisor.trials.numerics.distance import Distance
 from advisor.trials.numerics.gate import Gate
+from advisor.trials.numerics.replay import AS_IT_WAS
 
 torch.set_num_threads(1)
 
@@ -990,9 +992,9 @@ def test_noise_is_looked_for_in_both_orders_of_the_rows(monkeypatch):
     monkeypatch.setattr(appeal, "CLOSE_SEEDS", ())
     replayed = plain.replay
 
-    def replay(call, saved, *, jitter=0.0, rolled=False, **options):
-        quiet = jitter > precision.EPSILON["fp32"] and not rolled
-        return replayed(call, saved, jitter=0.0 if quiet else jitter, rolled=rolled, **options)
+    def replay(call, saved, how=AS_IT_WAS, **options):
+        quiet = how.jitter > precision.EPSILON["fp32"] and not how.rolled
+        return replayed(call, saved, dataclasses.replace(how, jitter=0.0) if quiet else how, **options)
 
     def moved(forward):
         net = forward.__self__
