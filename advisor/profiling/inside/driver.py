@@ -11,53 +11,42 @@ import atexit
 import itertools
 import os
 import time
-from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
-import torch
-
 from advisor.core import storage
-from advisor.core.profile import MemoryStats, Site
+from advisor.core.profile import MemoryStats
 from advisor.core.stderr import say
-from advisor.core.trace import Trace
-from advisor.loop import rankrecords, ranks
+from advisor.loop import ranks
 from advisor.loop.attach import Attached, attach_training
-from advisor.loop.compiles import Compilations, compiled_graphs, together
+from advisor.loop.compiles import together
 from advisor.loop.discover import LOOK_STEPS, Discovery
-from advisor.loop.interval import EPOCH, EVALUATION, OWN, PATTERN
+from advisor.loop.interval import PATTERN
 from advisor.loop.records import (
     FACTS_FILE,
     MAX_LOSSES,
     MEASURED,
     STEPS_FILE,
-    TRACE_FILE,
     FactsRecord,
     StepsRecord,
-    Window,
-    save_trace,
 )
 from advisor.loop.session import Session, tell
 from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.stop import stop
-from advisor.loop.timing import StepTimes, spread, step_times, window
+from advisor.loop.timing import StepTimes, spread, step_times
 from advisor.loop.training import StepEvent, Training
 from advisor.profiling.inside.behind import Behind
 from advisor.profiling.inside.facts import model_facts
 from advisor.profiling.inside.inputfacts import input_stats
 from advisor.profiling.inside.loading.watch import LoaderWatch
-from advisor.profiling.inside.memory import MemoryProbe
-from advisor.profiling.inside.own_work import OwnWork
+from advisor.profiling.inside.timed import TimedSteps, without_event
+from advisor.profiling.inside.traced import TracedSteps
 
 # Long steps need no ten of them to warm up. Counted from the second boundary, because the first step may compile.
-WARMUP_S, TIMED_S, TRACED_S = 20.0, 60.0, 30.0
+WARMUP_S, TIMED_S = 20.0, 60.0
 MIN_WARMUP, MIN_TIMED = LOOK_STEPS + 1, 3
 # Of this many times the wanted steps none need be clean before the search for clean ones is given up.
 PATIENCE = 4
 OWN_FROM = 2  # boundaries behind which a loop without a DataLoader is sampled: the first steps import and set up
-MAX_RESTARTS = 3  # of the traced window, when an epoch ends inside it
-MEMORY_READINGS = 6
-BLOCK_BYTES = 512  # the least that the caching allocator gives a tensor
 SAVE_EVERY_S = 5.0
 TELL_EVERY_S = 0.25
 KEPT_WARMUP = 256  # warm-up boundaries remembered, for scripts that end before the timed window
@@ -80,27 +69,11 @@ class ProfileDriver:
         self._warm_boundaries: list[StepEvent] = []
         self._warm = 0
         self._warm_since_ns = 0
-        self._timed_boundaries: list[StepEvent] = []
-        self._loader_us: list[float] = []
-        self._late_us: list[float] = []
-        self._own: OwnWork | None = None  # of several ranks
-        self._iterators = 0  # in the timed steps
-        self._backwards: list[int] = []
-        self._timed: Window | None = None
+        self.timed = TimedSteps(training, watcher.patches, session.steps)
+        self.traced = TracedSteps(training, session, self._notes)
         self._times: StepTimes | None = None
         self._losses: tuple[float, ...] = ()
         self._memory = MemoryStats()
-        self._probe: MemoryProbe | None = None
-        self._graphs = 0  # compiled before the timed steps, and in evaluations among them
-        self._graphs_seen = 0
-        self._recompiles: int | None = None
-        self._since: Compilations | None = None  # the last interval in which something was compiled
-        self._compiled: list[Site] = []  # in timed steps
-        self._collector: Any = None
-        self._bounds: list[StepEvent] = []
-        self._restarts = 0
-        self._detail = session.detail_steps  # steps of the traced window; fewer where they are too many events
-        self._traced: Window | None = None
         self._behind: Behind | None = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
@@ -158,9 +131,8 @@ class ProfileDriver:
             self._begin_timed(step)
             return
         self._tell_phase(self._warm, wanted)
-        if (
-            self._warm & (self._warm - 1) == 0 and not self.handful
-        ):  # 1, 2, 4, 8: early enough for a script that ends with os._exit
+        # At 1, 2, 4, 8: early enough for a script that ends with os._exit.
+        if self._warm & (self._warm - 1) == 0 and not self.handful:
             self._save_steps()
 
     def _settled(self, step: StepEvent) -> bool:
@@ -173,36 +145,20 @@ class ProfileDriver:
         self.phase = "timed"
         if self.loading is not None:
             self.loading.rest(self._warm - OWN_FROM)
-        if self.records:
-            self._probe = MemoryProbe(self.training.device, self.watcher.patches)
-            self._graphs = self._graphs_seen = compiled_graphs()
-            self._since = Compilations()
-        self._timed_boundaries = [step]
-        if ranks.group()[1] > 1:
-            self._own = OwnWork(self.training.device, self.watcher.patches, step)
-        self._timed = window(step)
+        self.timed.begin(step, records=self.records)
         if not self.handful:
             self._save_steps()  # takes longer than a hundredth of a short step, which then counts as disturbed
         self._tell_phase(0, self.session.steps, always=True)
 
     def _time(self, step: StepEvent) -> None:
-        interval = self.watcher.interval
-        self._timed_boundaries.append(step)
-        if self._own is not None:
-            self._own.boundary(step)
-        self._iterators += interval.iterators
-        if step.clean:
-            self._loader_us.append(interval.loader_ns / 1e3)
-            self._late_us.append(interval.late_ns / 1e3)
-            self._backwards.append(interval.backwards)
-        self._leave_out_evaluation(not step.clean and bool(interval.marks & {EPOCH, EVALUATION}))
-        self._read_memory()
-        clean, total = len(self._backwards), len(self._timed_boundaries) - 1
+        timed = self.timed
+        timed.boundary(step, self.watcher.interval)
+        clean, total = len(timed.backwards), timed.count
         wanted = max(self.session.steps, 1)
         if self.in_step or self.session.brief:
             done = total >= wanted
         else:
-            seconds = (step.host_ns - self._timed_boundaries[0].host_ns) / 1e9
+            seconds = (step.host_ns - timed.boundaries[0].host_ns) / 1e9
             done = (
                 clean >= wanted
                 or total >= PATIENCE * wanted
@@ -215,35 +171,10 @@ class ProfileDriver:
         if step.host_ns - self._saved_ns > SAVE_EVERY_S * 1e9:
             self._save_steps()
 
-    def _leave_out_evaluation(self, held_one: bool) -> None:
-        """What the last interval has compiled and allocated is no step's where it `held_one`."""
-        graphs = compiled_graphs()
-        if graphs != self._graphs_seen and self._since is not None:
-            self._compiled += () if held_one else self._since.compiled()
-            self._since = Compilations()
-        if held_one:
-            self._graphs += graphs - self._graphs_seen
-            if self._probe is not None:
-                self._probe.begin_anew(len(self._timed_boundaries) - 1)
-        self._graphs_seen = graphs
-
-    def _read_memory(self) -> None:
-        """A few times in the window: what grows is told by several readings, and each may disturb the step behind it. So two of three steps
-        at least are left alone, also of the few that a test measures.
-        """
-        steps = len(self._timed_boundaries) - 1
-        if self._probe is not None and reading_is_due(steps, self.session.steps):
-            self._probe.note(steps, held_bytes=self._held_bytes())
-
-    def _held_bytes(self) -> float:
-        """Of the device's memory, what the losses of the timed steps take that are kept here."""
-        losses = (step.loss for step in self._timed_boundaries)
-        return sum(BLOCK_BYTES for loss in losses if loss is not None and loss.device.type == "cuda")
-
     def _begin_trace(self, step: StepEvent) -> None:
-        self._timed = window(step, self._timed)
+        self.timed.end(step)
         self.phase = "traced"
-        self._save_rank()
+        self.timed.save_rank(self.session.folder)
         if not self.records:
             return
         self._measure()
@@ -254,75 +185,24 @@ class ProfileDriver:
             self._finish()
             return
         self.discovery.rest()
-        try:
-            from advisor.profiling.inside.collector import TRACED_SLOWDOWN, TraceCollector
-
-            wall = spread(self._times.wall_us) if self._times else None
-            step_s = wall.median / 1e6 if wall else 0.0
-            window_s = TRACED_SLOWDOWN * (1 + self._detail) * step_s
-            if self.session.pace < 1.0 and not self.in_step and window_s > self.session.pace * TRACED_S:
-                self._detail = 1
-                self._notes.append("the search is short and the steps are long, so one step was traced")
-            self._collector = TraceCollector(
-                self.training.device,
-                self.session,
-                self.training,
-                step_s=step_s,
-                compiled=self.compiled,
-                lasting=self.session.keep_running,
-            )
-            self._collector.start()
-        except Exception as error:
-            self._collector = None
-            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+        self.traced.start(self._step_us() / 1e6, compiled=self.compiled, in_step=self.in_step)
 
     # -- traced -----------------------------------------------------------------------------------------------------
 
     def _trace(self, step: StepEvent) -> None:
-        # The first boundary ends the step that the profiler's start has disturbed; it only opens the window.
-        disturbed = not step.clean and step.reason != OWN and not self.in_step
-        if self._collector is not None:
-            self._collector.settle()
-        if not self._bounds:
-            self._fit_window()
-        if not self._bounds or (disturbed and self._restarts < MAX_RESTARTS):
-            self._restarts += bool(self._bounds)
-            self._bounds = [step]
-            self._traced = window(step)
-        else:
-            self._bounds.append(step)
-            self._traced = window(step, self._traced)
-        if len(self._bounds) > self._detail or self._over():
+        self.traced.boundary(step, in_step=self.in_step)
+        if self.traced.full or self._over():
             self._finish()
         else:
-            self._tell_phase(len(self._bounds) - 1, self._detail, always=True)
-
-    def _fit_window(self) -> None:
-        """Shorten the window where its first step, which the profiler's start has disturbed, shows that it grows too large.
-
-        Not under torchrun, where all ranks end at one boundary and only one of them traces.
-        """
-        if self._collector is None or self.in_step:
-            return
-        from advisor.profiling.inside.rawevents import DETAIL_LIMIT
-
-        a_step = self._collector.expected_events()
-        fits = max(1, DETAIL_LIMIT // a_step - 1) if a_step else self._detail
-        if fits < self._detail:
-            self._detail = fits
-            self._notes.append(
-                f"a step is about {a_step:,} events of the profiler: only {self._detail} of the wanted "
-                f"{self.session.detail_steps} steps traced"
-            )
+            self._tell_phase(len(self.traced.bounds) - 1, self.traced.wanted, always=True)
 
     def _finish(self) -> None:
         self._take_trace()
         self.phase = "watched"
         self._save_steps()  # all is measured, should the script end in a look behind the trace
         if self.records and not self.in_step and not self._over():
-            wall = spread(self._times.wall_us) if self._times else None
-            step_us = wall.median if wall else 0.0
-            self._behind = Behind(self.training, self.session, self._notes, step_us=step_us, steps=self.watcher.seen)
+            step_us, steps = self._step_us(), self.watcher.seen
+            self._behind = Behind(self.training, self.session, self._notes, step_us=step_us, steps=steps)
         self._look_behind()
 
     def _look_behind(self) -> None:
@@ -334,7 +214,7 @@ class ProfileDriver:
         self.phase = "done"
         if self.records:
             self._save_steps()
-            tell(self.session, MEASURED, steps=len(self._backwards))
+            tell(self.session, MEASURED, steps=len(self.timed.backwards))
         if self.session.keep_running:
             self.watcher.detach()
             self._let_go()
@@ -351,41 +231,23 @@ class ProfileDriver:
 
     def abandon(self) -> None:
         """End whatever records, without a result, and let go of the training: its step has raised. May be called twice."""
-        collector, self._collector = self._collector, None
         self.phase = "done"
-        if collector is not None:
-            with suppress(Exception):
-                collector.stop()
+        self.traced.abandon()
         if self._behind is not None:
             self._behind.abandon()
         self._let_go()
 
     def _let_go(self) -> None:
         """Drop every reference into the script: what it frees from now on is to be freed."""
-        training = self.training
-        for found in (
-            training.roots,
-            training.guides,
-            training.optimizers,
-            training.scalers,
-            training.loaders,
-            training.on_step,
-        ):
+        of = self.training
+        for found in (of.roots, of.guides, of.optimizers, of.scalers, of.loaders, of.on_step):
             found.clear()
-        self._warm_boundaries, self._timed_boundaries, self._bounds = [], [], []
+        self._warm_boundaries, self.timed.boundaries, self.traced.bounds = [], [], []
 
     def _take_trace(self) -> None:
-        collector, self._collector = self._collector, None
-        if collector is None:
-            return
-        if self.records:
+        if self.traced.running and self.records:
             tell(self.session, "phase", phase="reading the trace", done=0, total=0)
-        try:
-            trace: Trace = collector.stop([bound.host_ns for bound in self._bounds])
-            if len(self._bounds) > 1:  # else what was traced, an evaluation or a part of a step, would be told as one
-                save_trace(self.session.folder / TRACE_FILE, trace)
-        except Exception as error:
-            self._notes.append(f"no trace: {type(error).__name__}: {error}")
+        self.traced.stop()
 
     # -- ends that come early ---------------------------------------------------------------------------------------
 
@@ -424,10 +286,7 @@ class ProfileDriver:
         boundaries = self._boundaries()
         self._times = step_times(boundaries)
         self._losses = _values([boundaries[position].loss for position in self._times.positions[:MAX_LOSSES]])
-        probe = self._probe or MemoryProbe(self.training.device)
-        self._memory = probe.stats(self._timed_steps)
-        if self._graphs:
-            self._recompiles = compiled_graphs() - self._graphs
+        self._memory = self.timed.memory()
 
     # -- writing ----------------------------------------------------------------------------------------------------
 
@@ -439,32 +298,20 @@ class ProfileDriver:
                 self.training,
                 self.discovery,
                 self.watcher,
-                self._recompiles,
-                together(self._compiled, self._timed_steps),
+                self.timed.recompiles,
+                together(self.timed.compiled, self.timed.count),
             ),
             input=input_stats(
                 self.training,
                 self.discovery,
-                self._loader_us,
-                self._late_us,
-                self._iterators / max(self._timed_steps, 1),
+                self.timed.loader_us,
+                self.timed.late_us,
+                self.timed.iterators / max(self.timed.count, 1),
                 self.loading,
             ),
             memory=self._memory,
         )
         storage.save(self.session.folder / FACTS_FILE, self._facts)
-
-    def _save_rank(self) -> None:
-        """Of several ranks each leaves what tells it from the others."""
-        rank, count = ranks.group()
-        if count > 1:
-            walls = step_times([_without_event(step) for step in self._timed_boundaries]).wall_us
-            own_us = self._own.times_us() if self._own is not None else []
-            device = self.training.device
-            peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
-            record = rankrecords.of(rank, count, walls, self._loader_us, self._late_us, own_us=own_us, peak_bytes=peak)
-            with suppress(OSError):
-                storage.save(rankrecords.file_of(self.session.folder, rank), record)
 
     def _save_steps(self) -> None:
         if not self.records:
@@ -474,17 +321,17 @@ class ProfileDriver:
 
     def _provisional(self) -> bool:
         """No clean step has been timed yet: the warm-up's are all there is."""
-        return not self._backwards
+        return not self.timed.backwards
 
     def _boundaries(self) -> list[StepEvent]:
-        return self._warm_boundaries + self._timed_boundaries[1:] if self._provisional() else self._timed_boundaries
+        return self._warm_boundaries + self.timed.boundaries[1:] if self._provisional() else self.timed.boundaries
 
     def record(self) -> StepsRecord:
         """Everything about the steps so far. Event times appear once a phase is over: reading them waits for the GPU."""
         provisional = self._provisional()
         times = self._times
         if times is None:
-            times = step_times([_without_event(step) for step in self._boundaries()])
+            times = step_times([without_event(step) for step in self._boundaries()])
         notes = list(self._notes)
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
@@ -495,7 +342,7 @@ class ProfileDriver:
             notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
-        bounds = [bound.host_ns for bound in self._bounds]
+        bounds = [bound.host_ns for bound in self.traced.bounds]
         return StepsRecord(
             kind=self.watcher.kind,
             device=self.training.device.type,
@@ -508,11 +355,11 @@ class ProfileDriver:
             excluded=times.excluded,
             every_us=times.every_us,
             held=times.held,
-            loader_us=tuple(self._loader_us),
+            loader_us=tuple(self.timed.loader_us),
             losses=self._losses,
-            backwards=tuple(self._backwards),
-            timed=self._timed,
-            traced=self._traced,
+            backwards=tuple(self.timed.backwards),
+            timed=self.timed.window,
+            traced=self.traced.window,
             traced_wall_us=tuple((b - a) / 1e3 for a, b in itertools.pairwise(bounds)),
             phase=self.phase,
             complete=self.phase in ("watched", "done") and self.watcher.patches.fault is None,
@@ -522,10 +369,10 @@ class ProfileDriver:
 
     # -- progress ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _timed_steps(self) -> int:
-        """Intervals timed so far, also those that are left out."""
-        return max(len(self._timed_boundaries) - 1, 0)
+    def _step_us(self) -> float:
+        """What a timed step has taken; 0 where none is known."""
+        wall = spread(self._times.wall_us) if self._times else None
+        return wall.median if wall else 0.0
 
     def _over(self) -> bool:
         deadline = self.session.deadline_unix_s
@@ -538,19 +385,9 @@ class ProfileDriver:
             tell(self.session, "phase", phase=self.phase, done=done, total=total)
 
 
-def _without_event(step: StepEvent) -> StepEvent:
-    """The boundary without CUDA events, for times that must not wait for the device: those of its draws may be ahead of it as well."""
-    return replace(step, event=None, draws=())
-
-
 def _values(losses: list[Any]) -> tuple[float, ...]:
     """Losses as numbers, waiting for the device; a missing one is NaN."""
     return tuple(float(loss) if loss is not None else float("nan") for loss in losses)
-
-
-def reading_is_due(step: int, window: int) -> bool:
-    """Whether memory is read behind this step of a window of so many."""
-    return step % max(3, window // MEMORY_READINGS) == 0
 
 
 def attach_profile(session: Session) -> None:

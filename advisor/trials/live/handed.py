@@ -56,10 +56,11 @@ class HandedDriver(ProfileDriver):
 
     def _measure(self) -> None:
         super()._measure()
-        settled_s = (self._timed_boundaries[0].host_ns - self._first_ns) / 1e9 if self._timed_boundaries else 0.0
+        timed = self.timed.boundaries
+        settled_s = (timed[0].host_ns - self._first_ns) / 1e9 if timed else 0.0
         seen = [loss for loss in self._first_losses if loss is not None]
         losses = [float("nan") if loss is None else float(loss) for loss in self._first_losses] if seen else []
-        found = measure.measurement(self.training, self._timed_boundaries, losses)
+        found = measure.measurement(self.training, timed, losses)
         if self.records and len(found.step_us) >= LEAST_TIMED:
             found = dataclasses.replace(found, settled_s=settled_s, complete=True)
             records.save_plain(self.session.folder, found)
@@ -72,7 +73,7 @@ class HandedDriver(ProfileDriver):
         training, watcher = self.training, self.watcher
         training.on_step.remove(self.on_step)
         watcher.patches.on_fault.remove(self._on_fault)
-        self._warm_boundaries, self._timed_boundaries, self._bounds = [], [], []
+        self._warm_boundaries, self.timed.boundaries, self.traced.bounds = [], [], []
         self.discovery.keep_inputs = True  # some changes need the inputs to find their places
         self.discovery.look_anew()
         name_native_faults(orders)

@@ -33,6 +33,7 @@ from advisor.loop.records import (
 from advisor.loop.session import Session
 from advisor.loop.training import Draw, StepEvent
 from advisor.profiling.inside import driver as module
+from advisor.profiling.inside import timed, traced
 from advisor.profiling.inside.driver import ProfileDriver
 
 
@@ -359,8 +360,8 @@ def test_an_evaluations_memory_and_graphs_are_not_the_steps(
 ) -> None:
     begun: list[int] = []
     graphs = [4]
-    monkeypatch.setattr(module.MemoryProbe, "begin_anew", lambda self, steps: begun.append(steps))
-    monkeypatch.setattr(module, "compiled_graphs", lambda: graphs[0])
+    monkeypatch.setattr(timed.MemoryProbe, "begin_anew", lambda self, steps: begun.append(steps))
+    monkeypatch.setattr(timed, "compiled_graphs", lambda: graphs[0])
     start()
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -395,8 +396,8 @@ def test_slow_steps_need_fewer(start: Start, tmp_path: Path, monkeypatch: pytest
 
 
 def test_in_a_short_search_slow_steps_get_less_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("WARMUP_S", "TIMED_S", "TRACED_S"):
-        monkeypatch.setattr(module, name, 1e3)  # which no step here takes
+    for where, name in ((module, "WARMUP_S"), (module, "TIMED_S"), (traced, "TRACED_S")):
+        monkeypatch.setattr(where, name, 1e3)  # which no step here takes
     start(warmup=20, steps=20)
     whole = train(200)
     start(warmup=20, steps=20, pace=1e-9)
@@ -423,7 +424,7 @@ def test_a_handful_of_steps_is_timed_and_its_last_traced(start: Start, tmp_path:
 def test_a_brief_script_is_not_searched_for_steps_fit_to_be_timed(start: Start, tmp_path: Path) -> None:
     driver = start(brief=True, warmup=5, steps=3, detail_steps=1)
     driver.training.on_step.insert(0, lambda step: setattr(step, "clean", False))
-    assert train(100) == 9 + module.MAX_RESTARTS  # of the traced window alone
+    assert train(100) == 9 + traced.MAX_RESTARTS  # of the traced window alone
     assert driver.phase == "done"
     assert not any("so few steps" in note for note in steps_record(tmp_path).notes)
 
@@ -509,7 +510,7 @@ def test_what_compiles_anew_is_told_whatever_part_of_the_script_it_is(start: Sta
 @pytest.mark.parametrize("window", [1, 3, 5, 8, 20, 200])
 def test_readings_of_memory_leave_two_of_three_steps_alone(window: int) -> None:
     """A reading may hold up the step behind it: of a test's few steps none was left that counted."""
-    due = [step for step in range(1, window + 1) if module.reading_is_due(step, window)]
+    due = [step for step in range(1, window + 1) if timed.reading_is_due(step, window)]
     assert len(due) <= max(window // 3, 0)
     assert all(b - a >= 3 for a, b in itertools.pairwise(due))
     if window >= 20:
