@@ -15,6 +15,7 @@ from advisor.loop import updates
 from advisor.loop.patches import Patches
 from advisor.loop.session import Session
 from advisor.loop.steps import StepWatcher
+from advisor.loop.threads import inside_backward
 from advisor.loop.training import Training
 
 CREATE_GRAPH = {"backward": 3, "grad": 4}  # where torch.autograd's functions take `create_graph` without its name
@@ -169,8 +170,10 @@ def _wrap_engine(watcher: StepWatcher, name: str) -> None:
 
     @wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not watcher.patches.active or watcher.elsewhere():
-            return plain(*args, **kwargs)
+        if not watcher.patches.active or watcher.elsewhere() or inside_backward():
+            return plain(
+                *args, **kwargs
+            )  # inside another one (a replayed graph's gradients, a checkpoint) it is no pass of its own
         if kwargs.get("create_graph", len(args) > CREATE_GRAPH[name] and args[CREATE_GRAPH[name]]):
             # A gradient penalty, part of a loss that comes later.
             if name != "backward":

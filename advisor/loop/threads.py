@@ -9,7 +9,12 @@ import torch
 
 def works_for(thread: threading.Thread) -> bool:
     """Whether the caller is in this thread, or in a backward pass, which threads of autograd's may run for it."""
-    return thread is threading.current_thread() or torch._C._current_graph_task_id() != -1
+    return thread is threading.current_thread() or inside_backward()
+
+
+def inside_backward() -> bool:
+    """Whether the caller is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def capturing() -> bool:
