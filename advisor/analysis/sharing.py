@@ -6,7 +6,8 @@ Each of `n` GPUs has the batch that was watched. P, G and S are the bytes of par
     ZeRO-1   as DDP with S / n; behind the step each rank sends the parameters that it has updated
     FSDP2    (P + G + S) / n and two gathered blocks; gathers P forward and backward, and sends G to its owners
     hybrid   FSDP2 over half of the GPUs, and a sum of its shares with the other half
-    pipeline layers in stages, 4 n parts of the batch in flight: idle for (n - 1) / 4 n of the step, and by how uneven the stages are
+    pipeline layers in stages, for the batch of all n; all of P, G and S. 2 n parts of the batch are in flight: idle for (n - 1) / 2 n of the
+             step, and by how uneven the stages are. With batch norms over the whole batch it is one part, and stages wait for each other
 
 A ring over n sends (n - 1) / n of what it gathers, and twice that of what it sums. `low`: all that can hide behind computation does; `high`:
 nothing does. Sources: Rajbhandari and others 2020 (ZeRO); Zhao and others 2023 (FSDP); Narayanan and others 2021 (1F1B).
@@ -22,8 +23,8 @@ from advisor.analysis.scaling import Link
 from advisor.core.held import ACTIVATION, MemoryLook, ModuleCost
 
 BACKWARD = 2 / 3  # of a step, in which gradients can be sent
-PARTS = 4  # of the batch, for each stage of a pipeline
-APPLIED, SHOWN = "--shard {}", "shown, not applied"
+PARTS = 2  # of the batch, for each stage of a pipeline (distributed/stages.py)
+APPLIED = "--shard {}"
 
 
 def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
@@ -111,21 +112,15 @@ def _units(modules: Sequence[ModuleCost], wanted: int) -> list[ModuleCost]:
 def _pipeline(look: MemoryLook, ranks: int, stages: Sequence[Sequence[ModuleCost]]) -> Alternative:
     times = [sum(unit.forward_us for unit in stage) for stage in stages]
     uneven = max(times) * ranks / sum(times) if sum(times) else 1.0
-    kept = look.of("parameter") + look.of("gradient") + look.of("optimizer")
-    whole = sum(unit.weight_bytes for stage in stages for unit in stage)
-    most = max(
-        kept * sum(unit.weight_bytes for unit in stage) / (whole or 1)
-        + sum(unit.held_bytes for unit in stage) * ranks / PARTS
-        for stage in stages
-    )
-    rest = look.most_bytes - kept - look.of(ACTIVATION)
+    most = max(sum(unit.held_bytes for unit in stage) for stage in stages) * ranks
+    rest = look.most_bytes - look.of(ACTIVATION)
     idle = (ranks - 1) / (PARTS * ranks)
     where = ", ".join(stage[0].module.rpartition(".")[2] for stage in stages[1:])
     return Alternative(
         name=f"pipeline of {ranks}",
         nbytes=max(0, round(most + rest)),
         step=(uneven, uneven + idle),
-        note=f"{SHOWN}; cut before {where}; norms see parts of a batch",
+        note=f"{APPLIED.format('pipeline')}; cut before {where}; with batch norms {ranks} × as long",
     )
 
 

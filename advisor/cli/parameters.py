@@ -215,8 +215,8 @@ def gpus_options(function: F) -> F:
     """`--gpus`, `--allow` and `--shard`."""
     function = click.option(
         "--shard",
-        type=click.Choice(["zero1", "fsdp2", "hybrid"]),
-        help="With --gpus: each rank keeps a share of the optimizer's state (zero1), or of weights and gradients too (fsdp2; hybrid: within each half of the ranks).",
+        type=click.Choice(["zero1", "fsdp2", "hybrid", "pipeline"]),
+        help="With --gpus: each rank keeps a share of the optimizer's state (zero1), or of weights and gradients too (fsdp2; hybrid: within each half of the ranks). Or it computes some of the layers for the whole batch (pipeline).",
     )(function)
     function = click.option(
         "--allow",

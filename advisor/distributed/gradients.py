@@ -10,10 +10,11 @@ Where parts differ in size, the loss is weighted by the rank's share before it g
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -23,9 +24,10 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from advisor.distributed import shared_weights
+from advisor.core.held import ModuleCost
+from advisor.distributed import shared_weights, stages
 from advisor.distributed.board import Watch
-from advisor.distributed.place import HALVES, HYBRID, OF_WEIGHTS, ZERO1
+from advisor.distributed.place import HALVES, HYBRID, OF_WEIGHTS, PIPELINE, ZERO1
 from advisor.distributed.refused import refuse
 from advisor.distributed.shards import Loaders
 from advisor.distributed.shared_state import SharedState
@@ -61,6 +63,7 @@ class Gradients:
         self._lines: dict[int, str] = {}
         self._checked: set[int] = set()
         self._known: WeakSet[torch.optim.Optimizer] = WeakSet()
+        self._costs: dict[int, list[ModuleCost]] = {}  # of `_called`, in a pipeline
         self._covered: set[int] = set()  # parameters whose gradients a wrapper averages
         self.wrapped: list[torch.nn.Module] = []
         self._layers: list[Replicated] = []
@@ -91,7 +94,8 @@ class Gradients:
             try:
                 if torch.is_grad_enabled() and module.training and id(module) not in self._called:
                     self._enters(module)
-                return plain(module, *args, **kwargs)
+                with self._first_in_a_pipeline(module):
+                    return plain(module, *args, **kwargs)
             finally:
                 self._depth = 0
 
@@ -102,6 +106,19 @@ class Gradients:
             self._called[id(module)] = module
             self._lines[id(module)] = user_line()
 
+    @contextlib.contextmanager
+    def _first_in_a_pipeline(self, module: torch.nn.Module) -> Iterator[None]:
+        """The step that tells which model trains is one rank's, whole: it keeps on the host what a stage would not have room for."""
+        if self._shard != PIPELINE or id(module) not in self._called:
+            yield
+            return
+        costs = stages.Costs(module)
+        try:
+            with torch.autograd.graph.save_on_cpu() if torch.cuda.is_available() else contextlib.nullcontext():
+                yield
+        finally:
+            self._costs[id(module)] = costs.end()
+
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def _backward(self, plain: Any) -> Any:
@@ -109,6 +126,9 @@ class Gradients:
         def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> Any:
             if os.getpid() != self._process or self._depth:  # a checkpoint's own backward
                 return plain(tensors, grad_tensors, *args, **kwargs)
+            if self._shard == PIPELINE:
+                plain(tensors, grad_tensors, *args, **kwargs)
+                return self._average_unwrapped()
             if not self._loaders.divided:
                 line = user_line()
                 refuse("what is trained on was not loaded by a DataLoader, so its batches cannot be divided", line)
@@ -215,7 +235,10 @@ class Gradients:
             )
 
     def _wrap(self, root: torch.nn.Module) -> None:
-        if self._shard in OF_WEIGHTS:
+        if self._shard == PIPELINE:
+            names = stages.cuts(self._costs[id(root)], self._ranks)
+            ForwardStack.of(root).set(REPLICATED, stages.Staged(root, names, own_norms=not self._synchronised))
+        elif self._shard in OF_WEIGHTS:
             self._moved |= shared_weights.share(root, copies=HALVES if self._shard == HYBRID else 1)
         else:
             unused = any(p.grad is None for p in _trained(root))
@@ -227,7 +250,7 @@ class Gradients:
         self._covered.update(id(p) for p in root.parameters())
         self._called.pop(id(root), None)
         self.wrapped.append(root)
-        if next(root.parameters()).is_cuda and len(self.wrapped) == 1:
+        if next(root.parameters()).is_cuda and len(self.wrapped) == 1 and self._shard != PIPELINE:
             # Dropout and noise on the device are each rank's own.
             torch.cuda.manual_seed(torch.cuda.initial_seed() + 7_919 * (self._rank + 1))
 

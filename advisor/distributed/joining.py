@@ -52,7 +52,11 @@ def join(session: Session) -> None:
 
 
 def share() -> float:
-    """This rank's samples in the batch drawn last, of all; 1 in a process that is no rank of ours."""
+    """This rank's samples in the batch drawn last, of all; an even part of its weight where all have the whole batch. 1 in a process
+    that is no rank of ours.
+    """
+    if place.ranks() > 1 and place.shard() == place.PIPELINE:
+        return 1.0 / place.ranks()
     return Joined.loaders.share if Joined.loaders is not None and place.ranks() > 1 else 1.0
 
 
@@ -83,14 +87,15 @@ def _become_rank(session: Session) -> None:
     torch.manual_seed(place.common_seed())
     atexit.register(_leave_group)  # before any other is: it is called last
     patches = Patches()  # never taken back: the script is N ranks to its end
-    loaders = Loaders(rank, ranks)
+    piped = place.shard() == place.PIPELINE
+    loaders = Loaders(rank, ranks, order=list if piped else None)
     gradients = Gradients(loaders, synchronised=not place.local_norms(), shard=place.shard())
     loaders.install(patches)
     gradients.install(patches)
     readings = Readings(loaders, lambda: gradients.inside_model)
     readings.install(patches)
     deferred.Across.ranks = readings.ahead
-    if not place.local_norms():
+    if not (place.local_norms() or piped):
         norms.install(patches)
     _refuse_others(patches)
     _tell_failures(session, rank)

@@ -17,7 +17,8 @@ SEED_VARIABLE, NORMS_VARIABLE, LOCAL = "ADVISOR_COMMON_SEED", "ADVISOR_NORMS", "
 SHARE_VARIABLE = "ADVISOR_SHARE"  # one process alone, that loads of each batch what one of so many ranks would
 # What ranks keep a share of; "" for nothing. HYBRID: as FSDP2 within each half of them.
 SHARD_VARIABLE, ZERO1, FSDP2, HYBRID = "ADVISOR_SHARD", "zero1", "fsdp2", "hybrid"
-SHARDS = (ZERO1, HYBRID, FSDP2)
+PIPELINE = "pipeline"  # layers in stages: what the backward needs of them
+SHARDS = (ZERO1, HYBRID, FSDP2, PIPELINE)
 OF_WEIGHTS = (HYBRID, FSDP2)
 HALVES = 2  # that HYBRID makes
 BOARD_FILE = "board"
@@ -42,6 +43,11 @@ class Way:
     def same(self) -> bool:
         """Whether it is the training of one process."""
         return self.norms != LOCAL
+
+    @property
+    def divides(self) -> bool:
+        """Whether each rank has a part of the batch; in a pipeline all have the whole."""
+        return self.shard != PIPELINE
 
 
 def shard() -> str:

@@ -49,7 +49,7 @@ def apply_on_ranks(
 
     command, gpus = ScriptCommand.parse(words, module=module), asked.count
     way, machine = ranks.way(asked.allow, asked.shard, gpus), environment.probe()
-    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow)
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow or not way.divides)
     check_names(options)
     run_dir = begin_run(command.name, out, say)
     if warning := loses(command.name, gpus, synchronised=way.same):

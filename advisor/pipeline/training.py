@@ -79,7 +79,7 @@ def _run_on_ranks(
     if command is None:
         raise AdvisorError("no script given", expected="a Python script with --gpus")
     gpus, way, machine = asked.count, ranks.way(asked.allow, asked.shard, asked.count), environment.probe()
-    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow)
+    ranks.checked(command, gpus, gpus=machine.gpu_count, allowed=asked.allow or not way.divides)
     recover_pending(say)
     run_dir = new_run_dir(command.name)
     path, plan = ranks.plan_for(command, name, gpus, way, find=find_plan)

@@ -187,7 +187,7 @@ def prove(
         AdvisorError: where it does not run to its measurement, where a rank has refused it, and where the ranks do not train alike.
     """
     one = reference(script, seed=seed, steps=steps)
-    say(f"{ranks} ranks, each with its part of the batch")
+    say(f"{ranks} ranks, each with its part of the {'batch' if way.divides else 'layers'}")
     found = _compared(one, _together(command, ranks, script, seed, way, launch), ranks, seed, way, steps)
     if found.check.passed is False and found.check.numbers.get("off", math.inf) < SLIGHT:
         say(

@@ -62,6 +62,6 @@ def test_stages_are_as_even_as_their_modules_allow() -> None:
         ["Net.c.1", "Net.d"],
     ]
     (pipeline,) = [one for one in sharing.ways(look(), 2, LINK) if one.name.startswith("pipeline")]
-    assert pipeline.step == (1.2, pytest.approx(1.2 + 1 / 8))
+    assert pipeline.step == (1.2, pytest.approx(1.2 + 1 / 4))
     assert "cut before 1" in pipeline.note
     assert sharing.split(NET[:1], 2) is None

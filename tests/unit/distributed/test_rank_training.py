@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 
 from advisor.distributed import gradients as gradients_module
-from advisor.distributed import joining, norms, place, shards, shared_weights
+from advisor.distributed import joining, norms, place, shards, shared_weights, stages
 from advisor.distributed.gradients import Gradients
 from advisor.distributed.readings import Readings
 from advisor.distributed.refused import Refused
@@ -292,3 +292,17 @@ def test_rank_0s_statistics_are_everybodys_before_an_evaluation_and_not_in_each_
     with torch.no_grad():
         called(x)
     assert sent == once * 3
+
+
+def test_a_model_of_fewer_modules_than_ranks_has_no_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Refused):
+        stages.cuts([], 3)
+    assert "no stage for each rank" in capsys.readouterr().err
+
+
+def test_a_call_with_more_than_one_tensor_has_no_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    net = nn.Sequential(nn.Linear(3, 3))
+    layer = stages.Staged(net, [], own_norms=False)
+    with pytest.raises(Refused):
+        layer(net.forward, net)(torch.ones(2, 3), torch.ones(2, 3))
+    assert "one tensor" in capsys.readouterr().err
