@@ -23,10 +23,12 @@ from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode, first_line
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "profile", "Run a training script and see where a step's time goes."),
     "recommend": ("recommend", "recommend", "Show what would make a recorded run faster, and by how much."),
+    "explain": ("explain", "explain", "Explain a rule, a change, or every finding of a run."),
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
     "try": ("try_command", "try_", "Try one change or one patch: is it right, and is it faster?"),
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
     "run": ("run", "run", "Train with a proved plan. Nothing is searched."),
+    "undo": ("undo", "undo", "Take back what `plan show --write` wrote into a script."),
     "report": ("report", "report", "Show a recorded run again: text, HTML, JSON, Markdown, Perfetto, SARIF."),
     "memory": ("memory", "memory", "Show which tensors hold the memory of a step, and how to use less."),
     "scale": ("scale", "scale", "Predict a step on several GPUs from a recorded run on one."),
@@ -42,8 +44,6 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 
 # Words that people try in place of a command, and what does it here.
 MEANT = {
-    "explain": "`advisor report last --explain` shows why each finding fired, `advisor rules show ID` explains a rule.",
-    "undo": "Start the script with `python`: it is unedited. `advisor plan show --write` has left the old one as SCRIPT.orig.",
     "show": "`advisor report last` shows the newest run, `advisor plan show` the plan.",
     "list": "`advisor runs` lists runs, `advisor rules list` rules, `advisor kernels list` kernels.",
     "clean": "`advisor runs clean --keep 3` removes all runs here but the newest three.",

@@ -34,7 +34,7 @@ def plan() -> None:
     "--write",
     "write_it",
     is_flag=True,
-    help="Write the kept changes into the script. The old script stays as SCRIPT.orig.",
+    help="Write the kept changes into the script. The old script stays as SCRIPT.orig; `advisor undo` puts it back.",
 )
 @click.argument("name", metavar="[PLAN]", default="last", type=click.Path(path_type=Path))
 def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
@@ -69,6 +69,11 @@ def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
         _show(loaded)
 
 
+def backup_of(script: Path) -> Path:
+    """Where `--write` leaves the script as it was, and `advisor undo` finds it."""
+    return script.with_name(f"{script.name}.orig")
+
+
 def show_diff(loaded: Plan, *, write_it: bool = False) -> None:
     """Print the kept changes as a diff of the plan's script, or write them into it; what is not in it is named on stderr.
 
@@ -89,7 +94,7 @@ def show_diff(loaded: Plan, *, write_it: bool = False) -> None:
         why = "could be written into the script" if kept else "is proved (kept), so there is nothing to write"
         output.say(f"advisor: no change of this plan {why}")
     elif write_it:
-        backup = script.with_name(f"{script.name}.orig")
+        backup = backup_of(script)
         if backup.exists():
             raise AdvisorError(
                 f"{backup} is there already", fix="Move it away, so that no version of the script is lost."

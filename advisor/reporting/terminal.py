@@ -195,15 +195,16 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
 
 
 def _card(page: Page, told: wording.Told, number: int, explain: bool) -> list[str]:
-    lines = _finding(page, told.lead, f"{number}. ", explain)
+    lines = finding_lines(page, told.lead, f"{number}. ", explain)
     if told.reasons and not explain:
         lines += page.wrap("also: " + "; ".join(reason.title for reason in told.reasons), 4, "dim")
     for reason in told.reasons if explain else ():
-        lines += _finding(page, reason, "also: ", explain)
+        lines += finding_lines(page, reason, "also: ", explain)
     return lines
 
 
-def _finding(page: Page, finding: Finding, lead: str, explain: bool) -> list[str]:
+def finding_lines(page: Page, finding: Finding, lead: str, explain: bool) -> list[str]:
+    """One finding: title, prediction, message and places; with `explain` every place, and each condition with its value."""
     mark = page.paint("●", _SEVERITY_COLORS.get(finding.severity, "blue"))
     about = [
         f"predicted to save {numbers.saves(finding.gain)}" if finding.gain else "",

@@ -598,3 +598,36 @@ def test_a_plans_diff_changes_the_script_only_with_write(invoke, planned):
     assert (planned / "train.py.orig").read_text() == before
     again = invoke("plan", "show", "plan.yaml", "--write")
     assert (again.exit_code, "is there already" in again.stderr) == (ExitCode.USAGE, True)
+
+
+def test_undo_takes_back_what_was_written_and_nothing_else(invoke, planned):
+    script, before = planned / "train.py", (planned / "train.py").read_text()
+    assert "nothing to undo" in invoke("undo", "plan.yaml").stderr
+    invoke("plan", "show", "plan.yaml", "--write")
+    written = script.read_text()
+    script.write_text(written + "# mine\n")
+    refused = invoke("undo", "plan.yaml")
+    assert (refused.exit_code, script.read_text()) == (ExitCode.USAGE, written + "# mine\n")
+    script.write_text(written)
+    assert invoke("undo", "plan.yaml").exit_code == 0
+    assert (script.read_text(), (planned / "train.py.orig").exists()) == (before, False)
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("matrix-work-in-fp32", "Why:"),
+        ("amp_bf16", "with torch.autocast"),
+        ("last", "condition: "),
+    ],
+)
+def test_explain_takes_a_rule_a_change_or_a_run(invoke, word, told):
+    found = invoke("explain", word)
+    assert (found.exit_code, told in found.stdout) == (0, True), found.output
+
+
+def test_explain_offers_the_nearest_word(invoke, pipeline):
+    pipeline.error = AdvisorError("no such run")
+    found = invoke("explain", "chanels_last")
+    assert found.exit_code == ExitCode.USAGE
+    assert "Did you mean 'channels_last'?" in found.stderr

@@ -27,6 +27,8 @@ CALLS = {
     "scale": ("scale", "last"),
     "compare": ("compare", "a", "b"),
     "repro": ("repro", "last"),
+    "explain": ("explain", "last"),
+    "undo": ("undo", "plan.yaml"),
     "runs": ("runs",),
     "runs clean": ("runs", "clean", "--keep", "1"),
     "rules list": ("rules", "list"),
@@ -42,6 +44,7 @@ CALLS = {
 # Where each command does its work: a fault planted there is the command's.
 WORK = {
     "plan show": "advisor.runs.find_plan",
+    "undo": "advisor.runs.find_plan",
     "runs": "advisor.runs.listing.listed",
     "runs clean": "advisor.runs.listing.listed",
     "rules list": "advisor.rules.load",
