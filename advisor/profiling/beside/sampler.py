@@ -36,8 +36,8 @@ class Recording:
     """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
 
     Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), others_cpu_s (of all
-    that is neither the script's nor advisor's, on the cores that these may use), resident_bytes, swap_frac, foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and
-    cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
+    that is neither the script's nor advisor's, on the cores that these may use), resident_bytes, swap_frac,
+    foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
     """
 
     time_ns: list[int] = field(default_factory=list)
@@ -77,6 +77,7 @@ class Sampler:
         self._pids_time = -math.inf
         self._here_before: set[int] | None = None
         self._strangers: set[int] = set()
+        self._held = False  # memory of the GPU was taken before the script began, by processes that are not shown
         self._followed = -math.inf
 
     def start(self) -> None:
@@ -218,8 +219,9 @@ class Sampler:
                 self._pids, self._pids_time = hostload.descendants(self._root), time.monotonic()
                 others -= self._pids
                 self._strangers |= others
-            held = values.get("memory_bytes", 0.0) if not self._recording.time_ns and not here else 0.0
-            values["foreign_processes"] = float(len(others) + (held >= FOREIGN_MEMORY_BYTES))
+            if not self._recording.time_ns and not here:
+                self._held = values.get("memory_bytes", 0.0) >= FOREIGN_MEMORY_BYTES
+            values["foreign_processes"] = float(len(others) + self._held)  # when those end is not shown either
         return values
 
     def _write(self) -> None:
@@ -243,7 +245,8 @@ def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | N
     A window too short to hold a sample of a quantity is told by the nearest one, and `reason` says so. Every metric this
     module knows is in the result: measured, or unavailable with the reason.
     """
-    view = _View(recording, -math.inf if start_ns is None else start_ns, math.inf if end_ns is None else end_ns)
+    begin = -math.inf if start_ns is None else start_ns
+    view = _View(recording, begin, math.inf if end_ns is None else end_ns)
     result = {name: view.reduce(column, statistics.fmean) for name, column in _MEANS.items()}
     result |= {name: view.reduce(column, statistics.median) for name, column in _MEDIANS.items()}
     for name, column in (("pcie_rx_gbps", "pcie_rx_bytes_per_s"), ("pcie_tx_gbps", "pcie_tx_bytes_per_s")):
@@ -258,8 +261,9 @@ def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | N
     result["clock_drift_frac"] = view.reduce("sm_clock_mhz", _drift, at_least=DRIFT_SAMPLES)
     result["cpu_util_frac"] = view.cpu_utilisation("cpu_s")
     result["cpu_others_frac"] = view.cpu_utilisation("others_cpu_s")
-    everything = _View(recording, -math.inf, math.inf)
-    result["gpu_shared"] = everything.reduce("foreign_processes", lambda values: float(max(values) > 0))
+    # Who had gone before the first step was timed has disturbed nothing; who came later may have disturbed the traced steps.
+    since = _View(recording, begin - NEAR_NS, math.inf)
+    result["gpu_shared"] = since.reduce("foreign_processes", lambda values: float(max(values) > 0))
     return result
 
 

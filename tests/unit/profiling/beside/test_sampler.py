@@ -131,7 +131,9 @@ def test_a_script_that_chooses_its_gpu_itself_is_followed(
 
 def test_memory_held_by_processes_that_nvml_does_not_list(fake: FakeNvml) -> None:
     fake.gpus[0].used = 20 << 30
-    assert summarise(record())["gpu_shared"].value == 1
+    recording = record()
+    assert summarise(recording)["gpu_shared"].value == 1
+    assert all(recording.columns["foreign_processes"])  # nobody sees them end
 
 
 def test_processes_that_cannot_be_listed_leave_sharing_unknown(fake: FakeNvml) -> None:
@@ -238,6 +240,13 @@ def test_only_samples_in_the_window_count() -> None:
     outside = summarise(recording, 10**12)["gpu_busy_nvml_frac"]
     assert outside.value is None
     assert outside.reason == "no samples fell into the measured window"
+
+
+@pytest.mark.parametrize(("seen", "shared"), [([1, 1, 0, 0, 0, 0, 0, 0, 0, 0], 0), ([0, 0, 0, 0, 0, 0, 0, 0, 0, 1], 1)])
+def test_who_left_the_gpu_before_the_steps_were_timed_shares_nothing(seen: list[float], shared: int) -> None:
+    recording = made(foreign_processes=[float(value) for value in seen])
+    assert summarise(recording, 6 * 10**8, 7 * 10**8)["gpu_shared"].value == shared
+    assert summarise(recording)["gpu_shared"].value == 1  # no steps were timed: the whole run counts
 
 
 def test_a_window_between_two_samples_is_told_by_the_nearest() -> None:
