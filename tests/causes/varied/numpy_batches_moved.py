@@ -1,4 +1,4 @@
-# EXPECT: copies-pageable|pageable-copy-waits|copies-stall-compute|copies-not-overlapped
+# EXPECT: own-batches-pageable|copies-pageable|pageable-copy-waits|copies-stall-compute|copies-not-overlapped
 # ON: gpu
 """A generator of NumPy arrays; each is copied from pageable memory while the GPU waits."""
 
