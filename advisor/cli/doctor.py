@@ -46,7 +46,7 @@ def doctor(*, measure: bool, recover: str | None, form: str) -> None:
     from advisor.reporting.terminal import checks_text
     from advisor.trials import ledger
 
-    checks = [to_plain(check) for check in examination.checks(measure=measure)]
+    checks = [to_plain(check) for check in examination.checks(measure=measure, say=output.say)]
     checks.append(
         to_plain(examination.Check(name="Predictions", status=examination.Health.OK, found=ledger.told_here()))
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 import sysconfig
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
@@ -39,9 +40,9 @@ class Check:
     fix: str = ""
 
 
-def checks(*, measure: bool = False) -> tuple[Check, ...]:
+def checks(*, measure: bool = False, say: Callable[[str], None] = lambda line: None) -> tuple[Check, ...]:
     """All checks of this machine, in the order to read them. With `measure`, rates that were kept are taken anew."""
-    return judge(gather(measure=measure))
+    return judge(gather(measure=measure, say=say))
 
 
 def judge(facts: Facts) -> tuple[Check, ...]:

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,20 +58,24 @@ class Facts:
     compiled_error: str = ""  # why torch's Python modules are compiled anew at each start
 
 
-def gather(*, measure: bool = False) -> Facts:
-    """Ask the machine. Takes some ten seconds on a GPU when rates are measured, two when they were kept, half a minute at the first time of
-    all, which compiles; never raises."""
+def gather(*, measure: bool = False, say: Callable[[str], None] = lambda line: None) -> Facts:
+    """Ask the machine. Takes some ten seconds when rates are measured, two when they were kept, half a minute at the first time of
+    all on a GPU, which compiles; `say` is told what the wait is for. Never raises."""
     found: dict[str, object] = {}
     found.update(_nvml_facts())
+    if measure or environment.kept() is None:
+        say("Measuring this machine's rates; that takes some ten seconds, longer while it is busy…")
     try:
         found["environment"] = environment.probe(use_cache=not measure)
     except AdvisorError as error:
         found["environment_error"] = str(error)
     on_gpu = isinstance(env := found.get("environment"), Environment) and env.device == "cuda"
     if on_gpu:
+        say("Trying the GPU's counters…")
         found["counters"], found["counters_error"] = counters.preflight()
     cupy = tuple(f"{name} {version}" for name in _CUPY if (version := _version(name)))
     if cupy and on_gpu:
+        say("Compiling a kernel with CuPy and what replays its calls; half a minute the first time…")
         found["cupy_error"] = _try_cupy()
         found["calls_error"] = _try_calls()
     cache, cache_error = _try_cache()

@@ -11,11 +11,13 @@
 
 #include <algorithm>
 #include <array>
+#include <cerrno>
 #include <climits>
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <iterator>
 #include <map>
@@ -131,12 +133,28 @@ void wait(State state) {
   if (!_setjmp(fiber->resume)) _longjmp(scheduler, 1);
 }
 
+// A system call that found no room: what goes on would read and write where nothing is, and end the process without a word.
+[[noreturn]] void no_room(const char* what, size_t bytes) {
+  fprintf(stderr, "emulation: no room for %s of %zu bytes: %s (a process may have vm.max_map_count mappings)\n", what, bytes,
+          strerror(errno));
+  abort();
+}
+
+char* mapped(size_t bytes, int rights, const char* what) {
+  void* at = mmap(nullptr, bytes, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) no_room(what, bytes);
+  return static_cast<char*>(at);
+}
+
+void protect(char* at, size_t bytes, int rights, const char* what) {
+  if (mprotect(at, bytes, rights)) no_room(what, bytes);
+}
+
 void make_fibers(Block& block) {
   const size_t page = sysconf(_SC_PAGESIZE);
   block.fibers = new Fiber[kMostThreads];
-  block.stacks = static_cast<char*>(
-      mmap(nullptr, kStack * kMostThreads, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
-  for (unsigned i = 0; i < kMostThreads; ++i) mprotect(block.stacks + i * kStack, page, PROT_NONE);
+  block.stacks = mapped(kStack * kMostThreads, PROT_READ | PROT_WRITE, "the stacks of a block");
+  for (unsigned i = 0; i < kMostThreads; ++i) protect(block.stacks + i * kStack, page, PROT_NONE, "a stack's guard");
 }
 
 // Gives a block the globals and the static shared section.
@@ -658,9 +676,9 @@ void emulation_allocate(size_t bytes, Region* region) {
   r.bytes = bytes;
   r.page_bytes = (rounded + page - 1) / page * page;
   r.map_bytes = r.page_bytes + 2 * kGuard;
-  r.map = static_cast<char*>(mmap(nullptr, r.map_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+  r.map = mapped(r.map_bytes, PROT_NONE, "a tensor");
   r.pages = r.map + kGuard;
-  mprotect(r.pages, r.page_bytes, PROT_READ | PROT_WRITE);
+  protect(r.pages, r.page_bytes, PROT_READ | PROT_WRITE, "a tensor");
   r.data = r.pages + r.page_bytes - rounded;
   for (char* at = r.pages; at < r.pages + r.page_bytes; ++at)
     if (at < r.data || at >= r.data + bytes) *at = pattern(at);

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import torch
 
-from emulation.compiler import INCLUDE, EmulationError
+from emulation.compiler import INCLUDE, EmulationError, runtime
 
 HEAD = "typedef long long i64;\n"
 
@@ -429,3 +432,15 @@ def test_a_cluster_that_does_not_wait_as_it_must_is_found(emulated, change, mess
 def test_a_grid_of_no_whole_clusters_is_found(emulated):
     with pytest.raises(EmulationError, match="no whole clusters of 4"):
         clusters(emulated, grid=6)
+
+
+def test_a_tensor_for_which_there_is_no_room_says_so() -> None:
+    code = """
+import ctypes, resource, sys
+library = ctypes.CDLL(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+library.emulation_allocate(ctypes.c_size_t(4 << 30), ctypes.create_string_buffer(64))
+"""
+    ended = subprocess.run([sys.executable, "-c", code, runtime()._name], capture_output=True, text=True, check=False)
+    assert ended.returncode < 0
+    assert "emulation: no room for a tensor of " in ended.stderr

@@ -149,7 +149,9 @@ def test_gathering_survives_a_machine_where_everything_fails(monkeypatch: pytest
     monkeypatch.setattr(machinefacts.shutil, "which", lambda name: None)
     monkeypatch.setattr(machinefacts, "_PARAMETERS", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
-    facts = machinefacts.gather()
+    told: list[str] = []
+    facts = machinefacts.gather(say=told.append)
+    assert "rates" in told[0]  # they are not kept: whoever waits is told for what
     assert facts.nvml_error == "the NVIDIA driver is not loaded"
     assert facts.environment_error.startswith("measuring this machine failed")
     assert facts.cache_error
@@ -167,7 +169,10 @@ def test_gathering_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(machinefacts.counters, "preflight", lambda: (False, "refused"))
     monkeypatch.setattr(machinefacts, "_try_cupy", lambda: "")
     monkeypatch.setattr(machinefacts, "_PARAMETERS", parameters)
-    facts = machinefacts.gather()
+    told: list[str] = []
+    monkeypatch.setattr(machinefacts.environment, "kept", lambda: SERVER.environment)
+    facts = machinefacts.gather(say=told.append)
+    assert told[0].startswith("Trying")  # not that it measures: its rates are kept
     assert (facts.admin_only, facts.counters_error, facts.processes) == (True, "refused", (4711,))
     assert facts.driver_cuda == (13, 0)
     assert facts.gpu["driver"] == "580.65.06"
