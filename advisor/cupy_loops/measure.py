@@ -21,6 +21,7 @@ from advisor.loop.training import StepEvent
 from advisor.trials import records
 
 MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these
+SETTLING_S = 40.0  # that changes may take until the loop is as fast as they make it
 
 
 class CupyMeasure:
@@ -30,6 +31,7 @@ class CupyMeasure:
         self.module, self.session, self.watcher, self.standing = module, session, watcher, standing
         self._losses = Losses(module, watcher.patches, lambda: watcher.line(2))
         self._boundaries: list[StepEvent] = []
+        self._settling = True
         self._seen = 0
         self._first_ns = 0
         self._written = False
@@ -50,16 +52,19 @@ class CupyMeasure:
         self._first_ns = self._first_ns or event.host_ns
         session = self.session
         self._losses.settle()
-        settled = (event.host_ns - self._first_ns) / 1e9 >= session.settle_s
-        if self._seen <= session.warmup or not settled:
+        seconds = (event.host_ns - self._first_ns) / 1e9
+        if self._seen <= session.warmup or seconds < session.settle_s:
             return
-        if not self._boundaries:
+        if self._settling and (not self.standing.settling or seconds > SETTLING_S):
+            # A change that records steps makes its kernels meanwhile: those steps would be timed with it.
+            self._settling, self._boundaries = False, []
+        if not self._settling and not self._boundaries:
             with contextlib.suppress(OSError):
                 self._timing.touch()
         self._boundaries.append(event)
         timed_s = (event.host_ns - self._boundaries[0].host_ns) / 1e9
         wanted = session.steps * (1 if timed_s >= session.timed_s else MOST_FACTOR)
-        if len(self._boundaries) > wanted:
+        if not self._settling and len(self._boundaries) > wanted:
             self._write(complete=True)
             stop(session, "measured")
 

@@ -47,6 +47,11 @@ class Standing:
         """Ids of what is on."""
         return tuple(change.id for change, _ in self.on)
 
+    @property
+    def settling(self) -> bool:
+        """Whether a change still finds out what it has to do: the loop's steps are not yet what they will be."""
+        return any(change.settling for change, _ in self.on)
+
     def undo(self) -> None:
         """The process is as without them."""
         while self.on:

@@ -73,7 +73,7 @@ class Watcher:
         return self.lines.users(sys._getframe(depth))
 
     def _seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        line = self.line()
+        line = self.lines.call(sys._getframe(2))
         result = plain(*args, **kwargs)
         try:
             self._note(name, line, result)
@@ -103,7 +103,7 @@ class Watcher:
 
     def _anchor_seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         anchor = self.anchor
-        if anchor is not None and (name, self.line()) == anchor.key:
+        if anchor is not None and (name, self.lines.call(sys._getframe(2))) == anchor.key:
             self._count += 1
             if self._count >= anchor.count:
                 self._count = 0

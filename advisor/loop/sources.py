@@ -118,6 +118,13 @@ class Lines:
         """The user's innermost line; a library's where no code of the user's is running."""
         return self.of(frame).partition(" via ")[0]
 
+    def call(self, frame: FrameType | None) -> str:
+        """The user's innermost line, and which call of it: two of one line are told apart."""
+        own = frame
+        while own is not None and self.whose(own.f_code.co_filename)[0] != USER:
+            own = own.f_back
+        return f"{self.users(frame)}+{own.f_lasti if own is not None else 0}"
+
     def whose(self, filename: str) -> tuple[str, str]:
         """A code's file: its kind, and its path as it is shown."""
         known = self._files.get(filename)

@@ -31,6 +31,11 @@ class Change(ABC):
         return ""
 
     @property
+    def settling(self) -> bool:
+        """Whether it still finds out what it has to do."""
+        return False
+
+    @property
     def title(self) -> str:
         """What people call it."""
         return transform_table.title(self.id)

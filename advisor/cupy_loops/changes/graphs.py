@@ -36,10 +36,16 @@ class Graphs(Change):
         recorder = self.recorder = Recorder(module, patches, self.backend or backend)
         Surface(module, recorder.handle, patches, recorder.wrap).patch()
         recorder.seen()
+        patches.undo(recorder.finish)
         for name in MEMORY:
             plain = getattr(module.ndarray, name, None)
             if plain is not None and hasattr(plain, "__get__"):
                 patches.replace(module.ndarray, name, attribute(_looked_at(recorder, plain), plain))
+
+    @property
+    def settling(self) -> bool:
+        """Until steps are replayed and have been found to be faster, or the loop is left alone."""
+        return self.recorder is not None and self.recorder.settling
 
     def effect(self) -> str:
         found = self.recorder

@@ -51,14 +51,14 @@ class Finder:
 
     def at_anchor(self, name: str, frame: FrameType) -> bool:
         """Whether a call of this name that `frame` makes is the one that steps begin with."""
-        return self.anchor is not None and (name, self._lines.users(frame)) == self.anchor.key
+        return self.anchor is not None and (name, self._lines.call(frame)) == self.anchor.key
 
     def see(
         self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[bool, Any]:
         """Make one call: (False, its result). (True, None): it is not made, two steps are recorded and it begins the third."""
         started = self.worth.now()
-        line = self._lines.users(sys._getframe(3))
+        line = self._lines.call(sys._getframe(3))
         if self.anchor is None:
             self._look_for_period(name, line)
         elif not self._steps:
@@ -106,7 +106,7 @@ class Finder:
             if len(self._steps) == 2:
                 return True, None
             self._steps.append([])
-        call = CupyCall(name, plain, args, kwargs, None, line)
+        call = CupyCall(name, plain, args, kwargs, None, line.partition("+")[0])
         call.augmented = name == "__getitem__" and augmented.begins(sys._getframe(4), args, self.array)
         call.result = plain(*args, **kwargs)
         self._steps[-1].append(call)

@@ -97,6 +97,11 @@ class Recorder:
             return self._replay(name, plain, args, kwargs)
         return plain(*args, **kwargs)
 
+    @property
+    def settling(self) -> bool:
+        """Whether it is not yet known what this loop's steps become."""
+        return self.phase == FIND or (self.phase == REPLAY and self.backend.timed and not self.worth.known)
+
     def look(self) -> None:
         """Somebody is about to look at memory past the calls: all that was answered is made."""
         if self.phase == REPLAY and self.cursor > self.launched:
@@ -104,11 +109,19 @@ class Recorder:
 
     def leave(self, why: str) -> None:
         """The loop is left alone from now on."""
-        if self.phase == REPLAY and self.cursor > self.launched:
-            self._make_real()
+        self.finish()
         self.phase, self.why, self.expected = OFF, why, None
         self._arenas, self.at, self.program = [], [], None
         self.patches.restore_all()
+
+    def finish(self) -> None:
+        """What was answered in this step is filled: nobody will see its end."""
+        inside, self.inside = self.inside, True  # what is done here is none of the loop's calls
+        try:
+            if self.phase == REPLAY and self.cursor > self.launched:
+                self._make_real()
+        finally:
+            self.inside = inside
 
     # -- making a program -------------------------------------------------------------------------------------------
 

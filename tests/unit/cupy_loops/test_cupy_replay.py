@@ -361,3 +361,38 @@ def test_memory_that_a_step_takes_and_never_fills_tells_nothing_of_its_graph() -
     assert recorder is not None
     assert recorder.phase == OFF
     assert "other values than the calls" in recorder.why
+
+
+def test_switched_off_in_the_middle_of_a_step_what_was_answered_is_filled() -> None:
+    def loop(cp: Any, steps: int, stop: Callable[[], None] = lambda: None) -> list[Any]:
+        rng, w = np.random.default_rng(0), cp.array(np.ones((4, 3)))
+        for i in range(steps):
+            x = cp.array(rng.normal(size=(8, 4)))
+            h = cp.tanh(x.dot(w))
+            if i == steps - 1:
+                stop()
+            w = w - 0.1 * x.T.dot(h * (1.0 - h * h)) / 8
+        return [w, h]
+
+    cp, patches, change = stub_cupy.module(), Patches(), Graphs(Plain)
+    change.apply(cp, patches)
+    found = numbers(loop(cp, 40, patches.restore_all))
+    assert change.recorder is not None and change.recorder.replayed
+    for a, b in zip(numbers(loop(stub_cupy.module(), 40)), found, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_step_begins_with_its_batch_where_one_line_brings_two_arrays() -> None:
+    def loop(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(0), cp.array(np.ones((4, 3)))
+        for _ in range(steps):
+            x, t = cp.array(rng.normal(size=(8, 4))), cp.array(rng.normal(size=(8, 3)))
+            for _ in range(2):
+                w = w - 0.01 * x.T.dot(x.dot(w) - t)
+            loss = cp.sqrt((w * w).sum())
+        return [w, loss]
+
+    _, recorder = replayed(loop, 40)
+    assert recorder.program is not None
+    assert [entry.name for entry in recorder.program.entries][:2] == ["array", "array"]
+    assert len(recorder.program.given) == 1  # w: nothing else comes from the step before
