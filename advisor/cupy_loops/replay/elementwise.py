@@ -64,6 +64,8 @@ def element(number: int, entry: Entry, arrays: dict[int, Any]) -> Element | None
     place = entry.gives[0]
     result = arrays[place]
     inside = _inside(kind, operands, arrays, str(result.dtype))
+    if inside == "float64" and not in_place and _asked_for_single(kind, result, operands, arrays):
+        inside = "float32"
     if inside is None or not _fits(result, operands, arrays, in_place, entry, inside):
         return None
     if inside in ("float32", "float64") and kind == "rounded":
@@ -150,6 +152,13 @@ def _inside(kind: str, operands: list[Operand], arrays: dict[int, Any], gives: s
     if found == "bool" and kind == "rounded":
         return None
     return found if found in C_TYPES else None
+
+
+def _asked_for_single(kind: str, result: Any, operands: list[Operand], arrays: dict[int, Any]) -> bool:
+    """Whether fp32 and whole numbers gave fp32: the ufunc was asked for it (changes/single.py), and computes in it."""
+    kinds = {arrays[op.place].dtype.kind if op.place >= 0 else "" for op in operands}
+    single = any(op.place >= 0 and str(arrays[op.place].dtype) == "float32" for op in operands)
+    return kind in ("rounded", "divided") and str(result.dtype) == "float32" and single and kinds <= {"f", "i", "u"}
 
 
 def _fits(

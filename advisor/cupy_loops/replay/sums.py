@@ -119,6 +119,19 @@ def seen_as(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, int, in
     return (sizes[0], sizes[1], sizes[2]) if kinds == [True, False, True] else None
 
 
+def lying(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[int] | None:
+    """The dimensions in the order in which an array lies, the outermost first; None where it has gaps or overlaps."""
+    order = sorted(range(len(shape)), key=lambda d: (-strides[d], d))
+    inside = itemsize
+    for d in reversed(order):
+        if shape[d] == 1:
+            continue
+        if strides[d] != inside:
+            return None
+        inside *= shape[d]
+    return order
+
+
 class Sums:
     """`sum`, `mean` and `var` of arrays, as CuPy's methods; what they are not for they leave to the plain ones."""
 
@@ -160,9 +173,14 @@ class Sums:
         """How the array is summed; None where the plain method is as good."""
         if not isinstance(x, self._array) or str(x.dtype) not in _LETTERS or dtype is not None or out is not None:
             return None
-        if not x.flags.c_contiguous or not SMALL <= x.size < _MOST:
+        order = lying(x.shape, x.strides, x.itemsize) if SMALL <= x.size < _MOST else None
+        if order is None:
             return None
-        seen = seen_as(x.shape, _axes(x, axis))
+        axes = _axes(x, axis)
+        kept = [d for d in order if d not in axes and x.shape[d] > 1]
+        if kept != sorted(kept):  # sums would lie in another order than CuPy's
+            return None
+        seen = seen_as(tuple(x.shape[d] for d in order), tuple(i for i, d in enumerate(order) if d in axes))
         # Many short sums: a block for each is too much.
         return None if seen is None or (seen[0] * seen[2] < LEAST and seen[1] > BLOCKS) else seen
 

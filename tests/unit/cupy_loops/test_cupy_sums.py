@@ -62,3 +62,15 @@ def test_how_an_array_is_seen() -> None:
     assert sums.seen_as((4, 1, 6), (1,)) is None  # nothing is summed
     assert sums.seen_as((4, 5, 6, 7), (1, 3)) is None
     assert all(step.parts == 1 for step in sums.launches(25088, 64, 1)[-1:])
+
+
+def test_dimensions_in_the_order_in_which_they_lie() -> None:
+    x = np.zeros((4, 5, 6, 7))
+    assert sums.lying(x.shape, x.strides, 8) == [0, 1, 2, 3]
+    turned = x.transpose(0, 3, 1, 2)  # images whose channels lie innermost
+    assert sums.lying(turned.shape, turned.strides, 8) == [0, 2, 3, 1]
+    for gaps in (x[:, ::2], x[..., :3], np.broadcast_to(x, (2, 4, 5, 6, 7)), x[:, ::-1]):
+        assert sums.lying(gaps.shape, gaps.strides, 8) is None
+    one = np.zeros((1, 5, 1, 7)).transpose(2, 3, 0, 1)
+    found = sums.lying(one.shape, one.strides, 8)
+    assert found is not None and [d for d in found if one.shape[d] > 1] == [3, 1]
