@@ -17,7 +17,7 @@ VARIABLES = (
     "CUDA_LAUNCH_BLOCKING",
     "CUPY_CACHE_SAVE_CUDA_SOURCE",
 )
-_FEWER_BITS = frozenset({3, 6, 7})  # cupy._core's COMPUTE_TYPE_FP16, _BF16, _TF32
+_FEWER_BITS = {3: "fp16", 6: "bf16", 7: "tf32"}  # cupy._core's COMPUTE_TYPE_FP16, _BF16, _TF32
 _ASKED = os.environ.get("CUPY_TF32", "0") not in ("", "0")  # CuPy reads it at its import
 
 
@@ -74,11 +74,12 @@ def pooled(module: Any) -> bool:
     return "malloc" in getattr(allocator, "__name__", "") and getattr(allocator, "__self__", None) is not None
 
 
-def tf32(module: Any) -> bool:
-    """Whether fp32 products may run as TF32, or with fewer bits still."""
+def fewer_bits(module: Any) -> str:
+    """What fp32 products may be rounded to: "tf32", "bf16", "fp16", or "" for nothing."""
     core = getattr(module, "_core", None)
     get = getattr(core, "get_compute_type", None)
-    return _ASKED or (get is not None and int(get("float32")) in _FEWER_BITS)
+    found = _FEWER_BITS.get(int(get("float32")), "") if get is not None else ""
+    return found or ("tf32" if _ASKED else "")
 
 
 def model_facts(module: Any, dtypes: Counter[str]) -> ModelFacts:
@@ -91,6 +92,11 @@ def model_facts(module: Any, dtypes: Counter[str]) -> ModelFacts:
     common = next((short[name] for name, _ in dtypes.most_common() if name in short), "fp32")
     return ModelFacts(
         parameter_dtype=common,
-        flags={"uses_cupy": True, "tf32_matmul": tf32(module), "cupy_alone": True, "cupy_pool": pooled(module)},
+        flags={
+            "uses_cupy": True,
+            "tf32_matmul": bool(fewer_bits(module)),
+            "cupy_alone": True,
+            "cupy_pool": pooled(module),
+        },
         env={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )

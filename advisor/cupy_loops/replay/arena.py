@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from advisor.cupy_loops.replay.calls import (
+    PRODUCTS,
     UNFILLED,
     CannotCapture,
     CannotFuse,
@@ -107,8 +108,14 @@ class Arena:
             result = call(*values[: entry.size], **named)
         return list(arrays_of(result, self.module.ndarray))
 
-    def build(self, segment: tuple[int, int], launch: Callable[[Step], None]) -> None:
-        """Make the arrays of a segment and fill them, step by step; `launch` runs the kernels of a step.
+    def build(
+        self,
+        segment: tuple[int, int],
+        launch: Callable[[Step], None],
+        wrote: Callable[[Any], None] = lambda array: None,
+    ) -> None:
+        """Make the arrays of a segment and fill them, step by step; `launch` runs the kernels of a step, and `wrote` is told of each array
+        that may have been written to.
 
         Raises:
             CannotCapture: at a call that failed. CannotFuse: at kernels that did.
@@ -118,6 +125,9 @@ class Arena:
                 self._allocate(step)
                 if step.kernels:
                     launch(step)
+                for cluster in step.kernels:
+                    for place in cluster.writes:
+                        wrote(self.at[place])
             except Exception as error:
                 raise CannotFuse(f"kernels for several calls: {type(error).__name__}: {error}") from None
             for number in [step.number, *step.views] if step.number >= 0 else step.views:
@@ -126,6 +136,9 @@ class Arena:
                     self._first(entry)
                 except Exception as error:
                     raise CannotCapture(number, f"{entry.name}: {type(error).__name__}: {error}") from None
+                if number == step.number:
+                    for place in _may_write(entry):
+                        wrote(self.at[place])
 
     def _allocate(self, step: Step) -> None:
         """Arrays for what the step's kernels give, lying as those of the recorded step."""
@@ -162,6 +175,14 @@ class Arena:
             own = self.at[place]
             if value is not own and not one_memory(value, own):
                 own[...] = value
+
+
+def _may_write(entry: Entry) -> list[int]:
+    """Places that a call may write to: of products only what they give."""
+    if entry.name in PRODUCTS:
+        return list(entry.gives)
+    nested = (place for _, items in entry.nested for place, _ in items if place >= 0)
+    return [*entry.changes, *entry.gives, *(place for _, place in entry.arrays), *nested]
 
 
 class Plain:

@@ -16,6 +16,7 @@ SOURCES = frozenset({"array", "asarray", "asanyarray", "ascontiguousarray"})
 HOSTED = frozenset(
     {"nonzero", "argwhere", "flatnonzero", "unique", "bincount", "histogram", "compress", "extract", "set"}
 )
+PRODUCTS = frozenset({"dot", "matmul", "tensordot", "__matmul__", "__rmatmul__"})
 UNFILLED = frozenset({"empty", "empty_like", "ndarray"})  # what these give holds no values yet
 IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "floordiv", "mod")

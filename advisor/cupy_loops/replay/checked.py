@@ -14,17 +14,17 @@ from typing import Any
 import numpy as np
 
 from advisor.core.errors import first_line
+from advisor.cupy_loops.facts import fewer_bits
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.calls import UNFILLED, Entry
+from advisor.cupy_loops.replay.calls import PRODUCTS, UNFILLED, Entry
 
 FEW = 8.0  # distances of two plain runs that a third one may be off by
 # How far a sum may be off that was made in another order, in parts of the sum of its terms' magnitudes, by the size of a number. Products in
-# fp32 may be TF32's, in both or in one.
+# fp32 may be TF32's or bf16's, in both or in one.
 ROUNDING = {2: 4e-3, 4: 1e-5, 8: 1e-12}
-TF32 = 2e-3
+FEWER_BITS = {"": 2e-3, "tf32": 2e-3, "bf16": 1.2e-2, "fp16": 4e-3}
 SMALLEST = 1e-300  # what is not equal to the bit is apart
 _SUMS = frozenset({"sum", "mean"})
-_PRODUCTS = frozenset({"dot", "matmul", "tensordot", "__matmul__", "__rmatmul__"})
 
 State = dict[int, Any]
 
@@ -132,7 +132,7 @@ def _bits(arena: Arena, first: Any, found: Any) -> bool:
 
 def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
     """Why what a function of ours gives is not what CuPy's does; "" where it is."""
-    if entry.run is None or entry.takes is not None or entry.name not in _SUMS | _PRODUCTS | {"var"}:
+    if entry.run is None or entry.takes is not None or entry.name not in _SUMS | PRODUCTS | {"var"}:
         return ""
     plain = arena.run(entry, plain=True)
     # The sum of the terms' magnitudes; a variance's terms are squares, of which none is above the largest.
@@ -146,7 +146,11 @@ def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
     for ours, theirs, size in zip(given, plain, sizes, strict=True):
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{entry.name} gives {ours.dtype} {ours.shape} in place of {theirs.dtype} {theirs.shape}"
-        rounding = TF32 if entry.name in _PRODUCTS and ours.itemsize == 4 else ROUNDING.get(ours.itemsize, 0.0)
+        rounding = (
+            FEWER_BITS[fewer_bits(arena.module)]
+            if entry.name in PRODUCTS and ours.itemsize == 4
+            else ROUNDING.get(ours.itemsize, 0.0)
+        )
         finite = module.isfinite(theirs)
         near = abs(ours - theirs) <= rounding * size
         if not bool((near | ~finite).all()) or not bool((module.isfinite(ours) == finite).all()):

@@ -6,17 +6,22 @@ captured (cuBLAS documentation, "CUDA Graphs support").
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from advisor.cupy_loops.facts import tf32
+from advisor.cupy_loops.facts import fewer_bits
+from advisor.cupy_loops.replay import laid
+from advisor.cupy_loops.replay.laid import Copies, Copy
 
 WORKSPACE = 32 << 20  # bytes; what cuBLAS recommends for sm_90
 # cudaDataType, cublasComputeType_t and the type of alpha and beta, by NumPy's name
 _TYPES = {"float32": (0, 68, ctypes.c_float), "float64": (1, 70, ctypes.c_double), "float16": (2, 68, ctypes.c_float)}
-_FAST_TF32 = 77
+_FAST_TF32, _BF16 = 77, 14
 _NAMES = ("libcublas.so.13", "libcublas.so.12")
+Side = tuple[Any, list[int], list[int]]  # an array, and the dimensions that are the rows and the columns of its matrix
 
 
 class CublasUnavailable(Exception):
@@ -32,6 +37,20 @@ class Products:
         self._handle = ctypes.c_void_p()
         self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
         self._workspace = module.empty(WORKSPACE, dtype="uint8")
+        self.copies = Copies(module)
+        self._asked: set[Copy] | None = None
+
+    def needed(self, calls: Iterable[Callable[[], Any]]) -> set[Copy]:
+        """Copies that products of these calls take, none of which is made: of one that fails, those before it."""
+        found: set[Copy] = set()
+        self._asked = found
+        try:
+            for call in calls:
+                with contextlib.suppress(Exception):  # the graph will say so
+                    call()
+        finally:
+            self._asked = None
+        return found
 
     def dot(self, a: Any, b: Any, out: Any = None) -> Any:
         """As `cupy.dot` for arrays of one or more dimensions."""
@@ -83,12 +102,10 @@ class Products:
         left = [i for i in range(a.ndim) if i not in first]
         right = [i for i in range(b.ndim) if i not in second]
         k = _size([a.shape[i] for i in first])
-        matrix_a = a.transpose([*left, *first]).reshape(-1, k) if k else None
-        matrix_b = b.transpose([*second, *right]).reshape(k, -1) if k else None
-        if matrix_a is None or matrix_b is None or not a.size or not b.size:
+        if not k or not a.size or not b.size:
             raise CublasUnavailable("a product of nothing")
-        result = self.module.empty((matrix_a.shape[0], matrix_b.shape[1]), dtype=self._dtype(a, b))
-        self._gemm(matrix_a, matrix_b, result)
+        result = self.module.empty((a.size // k, b.size // k), dtype=self._dtype(a, b))
+        self._gemm((a, left, first), (b, second, right), k, result)
         return result.reshape([*(a.shape[i] for i in left), *(b.shape[i] for i in right)])
 
     def _dtype(self, a: Any, b: Any) -> Any:
@@ -103,24 +120,28 @@ class Products:
         if out is not None:
             raise CublasUnavailable("a product into a given array")
 
-    def _gemm(self, a: Any, b: Any, out: Any) -> None:
-        """out = a b, of matrices. Row by row that is, column by column, the product of the transposed ones the other way round."""
-        (a, turn_a, lead_a), (b, turn_b, lead_b) = self._laid(a, out.dtype), self._laid(b, out.dtype)
-        (m, k), n = a.shape, b.shape[1]
+    def _gemm(self, a: Side, b: Side, k: int, out: Any) -> None:
+        """out (m, n) = a b. Row by row that is, column by column, the product of the transposed ones the other way round."""
+        to = "bfloat16" if out.dtype == "float32" and fewer_bits(self.module) == "bf16" else str(out.dtype)
+        (of_a, turn_a, lead_a), (of_b, turn_b, lead_b) = self._laid(*a, to), self._laid(*b, to)
+        if self._asked is not None:
+            return
+        m, n = out.shape
         kind, compute, scalar = self._ready(out.dtype)
+        given = _BF16 if to == "bfloat16" else kind
         one, zero = scalar(1.0), scalar(0.0)
-        pointers = [ctypes.c_void_p(int(x.data.ptr)) for x in (b, a, out)]
+        pointers = [ctypes.c_void_p(int(x.data.ptr)) for x in (of_b, of_a, out)]
         self._check(
             self._library.cublasGemmEx(
-                self._handle, int(turn_b), int(turn_a), n, m, k, ctypes.byref(one), pointers[0], kind, lead_b,
-                pointers[1], kind, lead_a, ctypes.byref(zero), pointers[2], kind, n, compute, -1,
+                self._handle, int(turn_b), int(turn_a), n, m, k, ctypes.byref(one), pointers[0], given, lead_b,
+                pointers[1], given, lead_a, ctypes.byref(zero), pointers[2], kind, n, compute, -1,
             )
         )  # fmt: skip
 
     def _ready(self, dtype: Any) -> tuple[int, int, Any]:
         """The handle is set for the current stream; cuBLAS's type of these numbers, what it computes in, and the type of a factor."""
         kind, compute, scalar = _TYPES[str(dtype)]
-        if kind == 0 and tf32(self.module):
+        if kind == 0 and fewer_bits(self.module) == "tf32":
             compute = _FAST_TF32
         stream = self.module.cuda.get_current_stream()
         self._check(self._library.cublasSetStream_v2(self._handle, ctypes.c_void_p(stream.ptr)))
@@ -128,17 +149,17 @@ class Products:
         self._check(self._library.cublasSetWorkspace_v2(self._handle, workspace, ctypes.c_size_t(WORKSPACE)))
         return kind, compute, scalar
 
-    def _laid(self, matrix: Any, dtype: Any) -> tuple[Any, bool, int]:
-        """The matrix of this type, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
-        matrix = matrix.astype(dtype, copy=False)
-        rows, columns = matrix.shape
-        step_row, step_column = (stride // matrix.itemsize for stride in matrix.strides)
-        if (columns == 1 or step_column == 1) and (rows == 1 or step_row >= columns):
-            return matrix, False, step_row if rows > 1 else columns
-        if (rows == 1 or step_row == 1) and (columns == 1 or step_column >= rows):
-            return matrix, True, step_column if columns > 1 else rows
-        copied = self.module.ascontiguousarray(matrix)
-        return copied, False, columns
+    def _laid(self, value: Any, rows: list[int], columns: list[int], to: str) -> tuple[Any, bool, int]:
+        """The array as a matrix of this type, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
+        kind = str(value.dtype)
+        if kind != to and (kind not in ("float32", "float64") or to == "float16"):
+            value = value.astype("float32" if to == "bfloat16" else to)
+        found = laid.matrix(value, rows, columns, to)
+        if found.copy is not None and self._asked is not None:
+            self._asked.add(found.copy)
+        elif found.copy is not None:
+            value = self.copies.made(value, found.copy)
+        return value, found.turned, found.lead
 
     @staticmethod
     def _check(status: int) -> None:

@@ -9,7 +9,7 @@ from advisor.core.errors import first_line
 from advisor.core.units import bytes_text
 from advisor.cupy_loops.changes.base import Unfit
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.calls import CannotFuse, NotAStep, Program
+from advisor.cupy_loops.replay.calls import PRODUCTS, CannotFuse, NotAStep, Program
 from advisor.cupy_loops.replay.cublas import CublasUnavailable, Products
 from advisor.cupy_loops.replay.fused import Kernels
 from advisor.cupy_loops.replay.instead import naive_operations
@@ -73,7 +73,7 @@ class Graphs:
                 entry.run = self._instead.get(entry.name)
         arena = Arena(program, module)
         arena.pool = module.cuda.MemoryPool()
-        self._compile(program)
+        self._compile(program, arena)
         module.cuda.runtime.deviceSynchronize()
         for segment in segments:
             arena.graphs[segment] = self._captured(arena, segment)
@@ -109,10 +109,14 @@ class Graphs:
             best[number] = min(best[number], self.module.cuda.get_elapsed_time(begins, ends))
         return best[0] < best[1]
 
-    def _compile(self, program: Program) -> None:
+    def _compile(self, program: Program, arena: Arena) -> None:
+        there = samples(program)
+        entries = [entry for entry in program.entries if entry.how == "run" and entry.name in PRODUCTS and entry.run]
+        calls = [lambda entry=entry: arena.run(entry, at=there) for entry in entries]
+        self.products.copies.compile(self.products.needed(calls))
         steps = [step for plan in program.plans.values() for step in plan]
         try:
-            self.kernels.compile(steps, samples(program), [str(dtype) for dtype in program.scalar_dtypes])
+            self.kernels.compile(steps, there, [str(dtype) for dtype in program.scalar_dtypes])
         except Exception as error:
             raise CannotFuse(first_line(error)) from None
 
@@ -121,9 +125,15 @@ class Graphs:
         with self.module.cuda.using_allocator(arena.pool.malloc), self.stream:
             self.stream.begin_capture(RELAXED)
             try:
-                arena.build(segment, lambda step: self.kernels.launch(step, arena.at, arena.scalars))
+                self.products.copies.remember(True)
+                arena.build(
+                    segment,
+                    lambda step: self.kernels.launch(step, arena.at, arena.scalars),
+                    self.products.copies.wrote,
+                )
             except Exception as error:
                 failed = error
+            self.products.copies.remember(False)
             try:
                 graph = self.stream.end_capture()
             except Exception as error:  # what has failed has ended it

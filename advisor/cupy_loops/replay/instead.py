@@ -17,25 +17,36 @@ def naive_operations(module: Any, products: Products, found: Meaning, inputs: li
     def product(x: Any, y: Any, out: Any) -> None:
         out[...] = products.dot(x.T if found.numbers[0] else x, y.T if found.numbers[1] else y)
 
-    def convolution(x: Any, w: Any, out: Any) -> None:
-        stride, padding, turned = found.numbers
-        seen = module.ascontiguousarray(convolution_windows(x, w.shape[2:], stride, padding))
-        taps = (w[:, :, ::-1, ::-1] if turned else w).reshape(len(w), -1)
-        n = len(x)
-        products.batched(taps, seen.reshape(n, taps.shape[1], -1), out.reshape(n, len(w), -1))
-
     def largest(x: Any, out: Any) -> None:
         size, stride = found.numbers
         out[...] = convolution_windows(x, (size, size), stride, 0).max(axis=(2, 3))
 
     if found.kind in ("columns", "image"):
-        return _columns(module, found, inputs[0])
-    known: dict[str, Callable[..., None]] = {"product": product, "convolution": convolution, "largest": largest}
+        return _columns(module, found.kind, found.numbers, inputs[0])
+    if found.kind == "convolution":
+        return _convolution(module, products, found, *inputs)
+    known: dict[str, Callable[..., None]] = {"product": product, "largest": largest}
     return known.get(found.kind)
 
 
-def _columns(module: Any, found: Meaning, given: Any) -> Callable[..., None]:
-    name, text, size = columns.source(found.kind, found.numbers, given)
+def _convolution(module: Any, products: Products, found: Meaning, x: Any, w: Any) -> Callable[..., None]:
+    """Windows of the image, its border of zeros with them, as columns in one pass; and a product for each image."""
+    stride, padding, turned = found.numbers
+    (n, c, height, width), (c_out, _, kh, kw) = x.shape, w.shape
+    oh, ow = ((length + 2 * padding - k) // stride + 1 for length, k in ((height, kh), (width, kw)))
+    gather = _columns(module, "columns", (n, c, height, width, kh, kw, oh, ow, stride, padding), x)
+
+    def call(x: Any, w: Any, out: Any) -> None:
+        seen = module.empty((n, c * kh * kw, oh * ow), dtype=x.dtype)
+        gather(x, seen)
+        taps = (w[:, :, ::-1, ::-1] if turned else w).reshape(c_out, -1)
+        products.batched(taps, seen, out.reshape(n, c_out, -1))
+
+    return call
+
+
+def _columns(module: Any, kind: str, numbers: tuple[int, ...], given: Any) -> Callable[..., None]:
+    name, text, size = columns.source(kind, numbers, given)
     kernel = module.RawKernel(text, name)
 
     def call(x: Any, out: Any) -> None:

@@ -41,7 +41,7 @@ def samples(program: Program) -> dict[int, Any]:
 
 def classes(arrays: dict[int, Any]) -> dict[int, int]:
     """By place, a number that places have in common whose arrays overlap."""
-    spans = sorted((*_span(value), place) for place, value in arrays.items())
+    spans = sorted((*span(value), place) for place, value in arrays.items())
     found: dict[int, int] = {}
     number = end = -1
     for first, last, place in spans:
@@ -67,7 +67,7 @@ def _lies(value: Any) -> tuple[tuple[int, ...], list[int]]:
     return value.shape, [stride for stride, n in zip(value.strides, value.shape, strict=True) if n > 1]
 
 
-def _span(value: Any) -> tuple[int, int]:
+def span(value: Any) -> tuple[int, int]:
     """Addresses of the first byte, and of the one behind the last."""
     first = pointer(value)
     if 0 in value.shape:

@@ -377,7 +377,8 @@ def test_switched_off_in_the_middle_of_a_step_what_was_answered_is_filled() -> N
     cp, patches, change = stub_cupy.module(), Patches(), Graphs(Plain)
     change.apply(cp, patches)
     found = numbers(loop(cp, 40, patches.restore_all))
-    assert change.recorder is not None and change.recorder.replayed
+    assert change.recorder is not None
+    assert change.recorder.replayed
     for a, b in zip(numbers(loop(stub_cupy.module(), 40)), found, strict=True):
         np.testing.assert_array_equal(a, b)
 

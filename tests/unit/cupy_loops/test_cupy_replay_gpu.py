@@ -112,11 +112,11 @@ def test_a_naive_kernel_is_replaced_where_that_is_faster(cp: Any) -> None:
     def loop(cp: Any, steps: int) -> list[Any]:
         rng = np.random.default_rng(0)
         kernel = cp.RawKernel(NAIVE, "naive")
-        w, losses = cp.asarray(rng.normal(size=(64, 32, 3, 3)).astype("f4")), []
+        w, losses = cp.asarray(rng.normal(size=(128, 64, 3, 3)).astype("f4")), []
         for i in range(steps):
-            x = cp.asarray(rng.normal(size=(8, 32, 32, 32)).astype("f4"))
-            y = cp.empty((8, 64, 32, 32), dtype="f4")
-            sizes = [np.int32(size) for size in (32, 64, 32, 32)]
+            x = cp.asarray(rng.normal(size=(8, 64, 32, 32)).astype("f4"))
+            y = cp.empty((8, 128, 32, 32), dtype="f4")
+            sizes = [np.int32(size) for size in (64, 128, 32, 32)]
             kernel((y.size // 256,), (256,), (x, w, y, *sizes))
             loss = (y * y).mean()
             if i % 20 == 19:

@@ -73,4 +73,5 @@ def test_dimensions_in_the_order_in_which_they_lie() -> None:
         assert sums.lying(gaps.shape, gaps.strides, 8) is None
     one = np.zeros((1, 5, 1, 7)).transpose(2, 3, 0, 1)
     found = sums.lying(one.shape, one.strides, 8)
-    assert found is not None and [d for d in found if one.shape[d] > 1] == [3, 1]
+    assert found is not None
+    assert [d for d in found if one.shape[d] > 1] == [3, 1]
