@@ -19,9 +19,10 @@ other people's trainings, each started by a runner in FOLDER, one per GPU at a t
 network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
 constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
 strides and transposed convolutions. `scaling` trains with the plan of one GPU on 1, 2 and 4, and tells how far from so many
-times one GPU's speed that is, and from the prediction.
+times one GPU's speed that is, and from the prediction. `cupy` times loops of CuPy alone in fresh processes: as written, with the
+changes that keep their precision, and with all; with FOLDER those behind its runners.
 
-advisor writes each row of ops, models, real, hosts, conv and scaling as soon as it is measured. A new row replaces an earlier row of the
+advisor writes each row of ops, models, real, hosts, conv, scaling and cupy as soon as it is measured. A new row replaces an earlier row of the
 same case; other rows stay. A runner is a file run_NAME.sh: it makes the data, changes to its folder and starts the script
 after $PREFIX (`exec ${PREFIX:-python3} train.py …`).
 
@@ -39,6 +40,7 @@ Examples:
   advisor bench real ~/trainings --filter raft,deeplab --max-time 2m
   advisor bench hosts --filter resnet
   advisor bench scaling --filter resnet50
+  advisor bench cupy --filter cnn
   advisor bench conv --filter channels -o conv.json
   advisor bench tune --filter "batchnorm_act bn+relu bfloat16" -o tuning.json
 """
@@ -114,7 +116,7 @@ Examples:
     metavar="DIR",
     help="`bench models`, `real` and `scaling`: keep the run folders in DIR, for `advisor report`.",
 )
-@click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv", "scaling")))
+@click.argument("what", type=click.Choice(("ops", "models", "real", "hosts", "tune", "conv", "scaling", "cupy")))
 @click.argument("folder", required=False, type=click.Path(path_type=Path, file_okay=False, exists=True))
 def bench(
     what: str,
@@ -133,15 +135,17 @@ def bench(
     runs: Path | None,
 ) -> int:
     """What HELP says."""
-    from advisor.bench import hosts, models, op_rows, ops, real, scaling, sweep, tune
+    from advisor.bench import cupy_trainings, hosts, models, op_rows, ops, real, scaling, sweep, tune
 
     names = tuple(name.strip() for name in baselines.split(",") if name.strip())
     for name in names:
         if name not in ("eager", "compile"):
             raise click.BadParameter(f"{name!r} is not one of eager, compile", param_hint="--baseline")
-    if (folder is None) == (what == "real"):
+    if what != "cupy" and (folder is None) == (what == "real"):
         raise click.UsageError(
-            "`bench real` takes the folder of its runners" if folder is None else "only `bench real` takes a folder"
+            "`bench real` takes the folder of its runners"
+            if folder is None
+            else "only `bench real` and `bench cupy` take a folder"
         )
     if host_only and (changed or counters):
         raise click.UsageError("--host-only leaves all else of a row: it goes with neither --changed nor --counters")
@@ -154,6 +158,8 @@ def bench(
             return int(tune.run(pattern=pattern, **common))
         if what == "conv":
             return int(sweep.run(pattern=pattern, **common))
+        if what == "cupy":
+            return int(cupy_trainings.run(folder, pattern=pattern, **common))
         if folder is not None:
             return int(real.run(folder, limit_s=limit, **trainings, **common))
         if what == "scaling":

@@ -32,6 +32,7 @@ class CupyMeasure:
         self._losses = Losses(module, watcher.patches, lambda: watcher.line(2))
         self._boundaries: list[StepEvent] = []
         self._settling = True
+        self._settled_s, self._settled_steps = 0.0, 0
         self._seen = 0
         self._first_ns = 0
         self._written = False
@@ -58,6 +59,7 @@ class CupyMeasure:
         if self._settling and (not self.standing.settling or seconds > SETTLING_S):
             # A change that records steps makes its kernels meanwhile: those steps would be timed with it.
             self._settling, self._boundaries = False, []
+            self._settled_s, self._settled_steps = seconds, self._seen - 1
         if not self._settling and not self._boundaries:
             with contextlib.suppress(OSError):
                 self._timing.touch()
@@ -92,6 +94,8 @@ class CupyMeasure:
             wall_us=times.wall_us,
             device_us=times.device_us,
             every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(self._boundaries)),
+            settled_s=self._settled_s,
+            settled_steps=self._settled_steps,
             held=("",) * (len(self._boundaries) - 1),
             losses=losses,
             applied=self.standing.names,

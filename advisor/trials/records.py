@@ -103,6 +103,7 @@ class Measurement:
         float, ...
     ] = ()  # of `step_us`, without what the device waited for loaders; empty where nobody saw
     settled_s: float = 0.0  # from the first step to the first one timed
+    settled_steps: int = 0  # of a CuPy loop, steps in between
     kernel_us: tuple[float, ...] = ()  # of steps behind these, for how long any kernel ran; empty where nobody asked
     every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
     held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
