@@ -134,11 +134,13 @@ def main():
         parameters[f"w{i}"] = Value(cp.asarray(np.random.randn(b, a, 3, 3) * np.sqrt(2.0 / (9 * a))))
         parameters[f"gamma{i}"], parameters[f"beta{i}"] = Value(cp.ones((1, b, 1, 1))), Value(cp.zeros((1, b, 1, 1)))
     optimizer = Adam(parameters, 1e-3)
+    labels = np.random.randint(0, 10, 4096)
+    images = np.random.rand(len(labels), 3, 32, 32).astype(np.float32)
+    images[np.arange(len(labels)), 0, 3 * labels, :] += 1.0  # something to learn
+    wanted = np.eye(10, dtype=np.float32)[labels]
     for step in range(args.steps):
-        labels = np.random.randint(0, 10, args.batch_size)
-        images = np.random.rand(args.batch_size, 3, 32, 32).astype(np.float32)
-        images[np.arange(args.batch_size), 0, 3 * labels, :] += 1.0
-        x, t = Value(cp.asarray(images)), cp.asarray(np.eye(10, dtype=np.float32)[labels])
+        batch = np.random.randint(0, len(labels), args.batch_size)
+        x, t = Value(cp.asarray(images[batch])), cp.asarray(wanted[batch])
         for i in range(3):
             x = leaky(norm(conv(x, parameters[f"w{i}"], 2), parameters[f"gamma{i}"], parameters[f"beta{i}"]))
         loss = cross_entropy(head(x, parameters["head"]), t)

@@ -50,14 +50,16 @@ def main():
     parser.add_argument("--batch-size", type=int, default=64)
     args = parser.parse_args()
     np.random.seed(0)
-    shapes = [(16, 1, 3, 3), (32, 16, 3, 3)]
+    shapes = [(32, 1, 3, 3), (64, 32, 3, 3)]
     weights = [cp.asarray((np.random.randn(*s) * np.sqrt(2.0 / (9 * s[1]))).astype(np.float32)) for s in shapes]
-    last = cp.asarray((np.random.randn(32, 10) * 0.1).astype(np.float32))
+    last = cp.asarray((np.random.randn(64, 10) * 0.1).astype(np.float32))
+    labels = np.random.randint(0, 10, 4096)
+    images = np.random.rand(len(labels), 1, 32, 32).astype(np.float32)
+    images[np.arange(len(labels)), 0, 3 * labels, :] += 1.0  # something to learn
+    wanted = np.eye(10, dtype=np.float32)[labels]
     for step in range(args.steps):
-        labels = np.random.randint(0, 10, args.batch_size)
-        images = np.random.rand(args.batch_size, 1, 32, 32).astype(np.float32)
-        images[np.arange(args.batch_size), 0, 3 * labels, :] += 1.0
-        x, t = cp.asarray(images), cp.asarray(np.eye(10, dtype=np.float32)[labels])
+        batch = np.random.randint(0, len(labels), args.batch_size)
+        x, t = cp.asarray(images[batch]), cp.asarray(wanted[batch])
         inputs, outputs = [], []
         for w in weights:
             inputs.append(x)
