@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from advisor.core import compiled
 from advisor.ops.sites import native
 
 
@@ -28,7 +29,7 @@ def compiler(folder: Path, script: str) -> str:
 
 
 def test_the_switch_keeps_everything_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(native.SWITCH, "0")
+    monkeypatch.setenv(compiled.SWITCH, "0")
     assert native.unavailable() == "ADVISOR_NATIVE=0"
     assert not native.pending()
     assert native.module() is None

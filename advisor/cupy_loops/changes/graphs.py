@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from advisor.core.units import counted
 from advisor.cupy_loops.changes.base import Change
 from advisor.cupy_loops.changes.kernels import KernelsOnce
-from advisor.cupy_loops.replay.recorder import Recorder
 from advisor.loop.patches import Patches
 from advisor.profiling.inside.cupy_surface import Surface, attribute
+
+if TYPE_CHECKING:
+    from advisor.cupy_loops.replay.recorder import Recorder
 
 # Attributes by which others reach an array's memory.
 MEMORY = ("data", "__cuda_array_interface__", "cstruct", "flat", "mdspan")
@@ -26,6 +28,8 @@ class Graphs(Change):
         self.recorder: Recorder | None = None
 
     def apply(self, module: Any, patches: Patches) -> None:
+        from advisor.cupy_loops.replay.recorder import Recorder  # which compiles a part of it, the first time
+
         KernelsOnce().apply(module, patches)  # a kernel made anew would be another one in each step
 
         def backend() -> Any:

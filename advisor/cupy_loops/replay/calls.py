@@ -117,6 +117,7 @@ class Entry:
     positional: tuple[tuple[int, Any], ...] = ()
     named: dict[str, Any] = field(default_factory=dict)
     place: int = -1
+    native: Any = None  # the same, for quick.cpp
     fresh: bool = False  # the script holds its arrays for longer than a step: it is given others, which are filled behind the graph
     next: Entry | None = None  # the entry of the next call
 

@@ -1,15 +1,25 @@
-"""What each call of a replayed step costs the host: a look at its arguments, and a list's entry for its result."""
+"""What each call of a replayed step costs the host: a look at its arguments, and a list's entry for its result.
+
+Where the user has a compiler, quick.cpp does the same without Python; `State` and `wrapped` are then made of it.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, Protocol
 
+from advisor.core import compiled
 from advisor.cupy_loops.replay.calls import Entry, same
 from advisor.loop.patches import Patches
 
+_SOURCE = Path(__file__).with_name("quick.cpp")
 OTHERS_WAIT_S = 1.0  # for another thread that reads arrays of a step; a step is rarely as long
 
 
@@ -29,6 +39,52 @@ class Replaying(Protocol):
 
     def end(self) -> None:
         """All calls of the step are answered."""
+
+
+class PlainState:
+    """The state of a recorder, where it is Python's."""
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+        self.expected: Entry | None = None
+        self.at: list[Any] = []
+        self.inside = False
+        self.cursor = self.launched = 0
+
+
+@lru_cache(maxsize=1)
+def native() -> Any:
+    """The compiled quick.cpp, or None. Compiles at first, for a second or two."""
+    try:
+        if compiled.hindrance():
+            return None
+        of = (_SOURCE.read_text(encoding="utf-8"), sys.version, str(compiled.FLAGS))
+        name = "quick_" + hashlib.sha256("\0".join(of).encode()).hexdigest()[:16]
+        return compiled.loaded(compiled.built(compiled.compiler(), _SOURCE, name), name)
+    except (OSError, RuntimeError, ImportError, subprocess.SubprocessError):
+        return None
+
+
+def state() -> type[PlainState]:
+    """The class that a recorder is one of."""
+    found = native()
+    kind: type[PlainState] = found.State if found is not None else PlainState
+    return kind
+
+
+def link(entries: list[Entry], made_of: type) -> None:
+    """Each entry knows what answers it without Python, if the recorder's state is of that kind."""
+    found = native()
+    if found is None or not issubclass(made_of, found.State):
+        return
+    for entry in entries:
+        if entry.quick:
+            entry.native = found.Expect(
+                entry.name, entry.size, entry.arrays, entry.positional, entry.named, entry.place, entry.value
+            )
+    for entry in entries:
+        if entry.native is not None and entry.next is not None:
+            entry.native.behind(entry.next, entry.next.native)
 
 
 def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,7 +125,8 @@ def wrapped(recorder: Replaying, name: str, plain: Callable[..., Any]) -> Callab
         finally:
             recorder.inside = False
 
-    return call
+    found = native()
+    return found.Quick(recorder, name, call, _end) if found is not None and isinstance(recorder, found.State) else call
 
 
 def _named_alike(given: dict[str, Any], recorded: dict[str, Any]) -> bool:

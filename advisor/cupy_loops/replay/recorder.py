@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +34,7 @@ JUDGED, LEAST_REPLAYED = 60, 0.7  # steps, and the share of them that must have 
 FIND, REPLAY, OFF = "find", "replay", "off"
 
 
-class Recorder:
+class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run time
     """The handler of a `Surface`.
 
     Args:
@@ -43,7 +42,15 @@ class Recorder:
             its device.
     """
 
+    inside: bool
+    expected: Entry | None
+    at: list[Any]
+    cursor: int
+    launched: int
+    thread: int
+
     def __init__(self, module: Any, patches: Patches, backend: Callable[[], Any]) -> None:
+        super().__init__()
         self.module, self.patches = module, patches
         self.array = module.ndarray
         self.backend: Any = None
@@ -53,25 +60,19 @@ class Recorder:
         self.refused: list[str] = []  # calls that a graph cannot hold, and why
         self.naive: list[str] = []  # kernels of the script's that others stand for, and what they compute
         self.replayed = self.broken = self.programs = 0
-        self.inside = False
         self.wrong = ""  # how a graph has given other values than its calls; the loop is left alone behind this step
         self.unfused = ""  # why calls of a graph run one by one
         self.program: Program | None = None
         self.segments: list[tuple[int, int]] = []
-        # The entry of the next call inside a replayed step; None: between steps, or no step is replayed.
-        self.expected: Entry | None = None
         self._make_backend = backend
         self._beside: set[str] = set()
-        self.thread = threading.get_ident()
         self._varying: set[tuple[int, int]] = set()
         self._arenas: list[Arena] = []
         self._turn = 0
-        self.at: list[Any] = []  # by place: what the script holds of this step
         self._incoming = Incoming()
         self._missed = False  # the script holds what the kernels of a segment do not write
         self._alive: set[int] = set()  # entries whose arrays it holds while they are to be filled
         self._kept_by_script: set[int] = set()  # entries whose arrays it holds for longer than a step
-        self.cursor = self.launched = 0
         self._collected = self._judged = self._since = self._in_a_row = 0
 
     def seen(self) -> None:
@@ -151,6 +152,7 @@ class Recorder:
             self.leave(f"the step cannot be replayed: {first_line(error)}")
             return
         program.link()
+        quick.link(program.entries, type(self))
         self._arenas, self.segments, self.unfused = made.arenas, made.segments, made.unfused
         self.refused += made.refused
         self.worth.recorded()
