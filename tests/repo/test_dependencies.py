@@ -35,7 +35,7 @@ ASKED_FOR = {
 }
 # What an extra brings is for these parts alone, which say so where it is absent.
 OPTIONAL = {
-    "cupy": {"ops/cuda_driver.py", "ops/nvrtc.py", "pipeline/inside.py"},
+    "cupy": {"ops/cuda_driver.py", "ops/nvrtc.py", "pipeline/inside.py", "bench/cupy_trainings.py"},
     "nvidia": {"profiling/machine/cupti.py"},
     "mcp": {"agents/server.py"},
     "torchvision": {"bench/hosts.py"},

@@ -102,6 +102,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "advisor bench models": (("bench", "models"), 5, "GPU"),
     "advisor bench real": (("bench", "real", "."), 2, "no runner in"),
     "advisor bench hosts": (("bench", "hosts"), 5, "GPU"),
+    "advisor bench cupy": (("bench", "cupy"), 2, "CuPy"),
     "advisor bench tune": (("bench", "tune"), 5, "GPU"),
     "advisor bench conv": (("bench", "conv"), 5, "GPU"),
     "advisor runs clean": (("runs", "clean", "--keep", "1", "--yes"), 0, ""),

@@ -9,13 +9,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import dispatch_rows, hosts, models
+from advisor.bench import cupy_trainings, dispatch_rows, hosts, models
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
 from advisor.core.units import shape_text
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
-from benchmark_pages import beside_eager, checks, gaps, hosts_section, inferred, plots, real_page
+from benchmark_pages import beside_eager, checks, cupy_section, gaps, hosts_section, inferred, plots, real_page
 from benchmark_pages.gaps import Measured, Row
 
 BAR = 10  # characters for a kernel at its limit
@@ -23,7 +23,7 @@ BAR = 10  # characters for a kernel at its limit
 _HEAD = """# Benchmarks
 
 `python tools/benchmark_pages` makes these pages from the JSON files in the folders here. `advisor bench ops`,
-`advisor bench models` and `advisor bench hosts` make the JSON on the machine that names the folder. Wins and losses are
+`advisor bench models`, `hosts` and `cupy` make the JSON on the machine that names the folder. Wins and losses are
 shown alike.
 
 {machines}
@@ -106,7 +106,9 @@ def _machine(folder: Path, ops: Row, models: Row, real: Row) -> dict[str, str]:
         checked = _document(folder / checks.FILE).get("rows", ())
         small = hosts_section.section(_document(folder / hosts.FILE).get("rows", ()))
         parts += [_facts(ops, families), _summary(families), gaps.section(families), beside_eager.section(families)]
-        parts += [*([small] if small else []), checks.section(checked)]
+        loops = cupy_section.section(_document(folder / cupy_trainings.FILE).get("rows", ()))
+        parts += [part for part in (small, loops) if part]
+        parts += [checks.section(checked)]
         for family, cases in families:
             name = f"{family.id}.svg"
             measured = [(case, rows) for case, rows in cases if rows]

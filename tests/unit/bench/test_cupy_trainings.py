@@ -12,6 +12,7 @@ from advisor.bench import cupy_trainings, results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.trials.records import Measurement
+from benchmark_pages import cupy_section
 
 STEP_US = {"plain": 4000.0, "exact": 1000.0, "all": 500.0}
 
@@ -72,3 +73,13 @@ def test_without_cupy_one_line_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cupy", None)
     with pytest.raises(AdvisorError, match="no CuPy here"):
         cupy_trainings.run(None, pattern="", out=None, say=print)
+
+
+def test_the_page_has_a_line_a_loop() -> None:
+    row = storage.to_plain(cupy_trainings.measured("net", "net.py", planted, "14.2"))
+    silent = {**row, "name": "silent", "plain_ms": None}
+    told = cupy_section.section([row, silent])
+    assert "| net | 4.200 (4.000 to 4.400) | 1.050 (1.000 to 1.100) | 4.00 × | 1e-03 |" in told
+    assert "| 2.8 | 14.2 |" in told
+    assert "silent" not in told
+    assert cupy_section.section([]) == ""
