@@ -82,7 +82,7 @@ def run(folder: Path | None, *, pattern: str, out: Path | None, say: Say) -> int
     Raises:
         AdvisorError: without a GPU (exit code 5) or CuPy, or when `pattern` matches nothing.
     """
-    version = _cupy()
+    version = installed()
     chosen = {name: measure for name, measure in _loops(folder).items() if pattern in name}
     if not chosen:
         raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(_loops(folder)))
@@ -155,7 +155,7 @@ def _apart(plain: list[records.Measurement], changed: list[records.Measurement])
     return abs(b[last] - a[last]) / max(abs(a[last]), 1e-300)
 
 
-def _cupy() -> str:
+def installed() -> str:
     """CuPy's version.
 
     Raises:
@@ -174,13 +174,15 @@ def _loops(folder: Path | None) -> dict[str, tuple[str, Loop]]:
     """By name, what is run, and what measures it in a folder with these changes."""
     if folder is not None:
         found = sorted(folder.glob("run_*.sh"))
-        return {path.stem[4:]: (path.name, _Behind(path).measure) for path in found}
+        return {path.stem[4:]: (path.name, Behind(path).measure) for path in found}
     place = kernels_dir().parent / "docs" / "examples"
-    return {name: (" ".join(words), _Example(place, words).measure) for name, words in SCRIPTS.items()}
+    return {name: (" ".join(words), Example(place, words).measure) for name, words in SCRIPTS.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Example:
+class Example:
+    """One of docs/examples: its folder, and the words behind `python`."""
+
     place: Path
     words: tuple[str, ...]
 
@@ -191,7 +193,9 @@ class _Example:
 
 
 @dataclass(frozen=True, slots=True)
-class _Behind:
+class Behind:
+    """A training that a runner starts."""
+
     runner: Path
 
     def measure(self, folder: Path, items: Sequence[str], say: Say) -> records.Measurement:

@@ -19,7 +19,7 @@ other people's trainings, each started by a runner in FOLDER, one per GPU at a t
 network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
 constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,
 strides and transposed convolutions. `scaling` trains with the plan of one GPU on 1, 2 and 4, and tells how far from so many
-times one GPU's speed that is, and from the prediction. `cupy` times loops of CuPy alone in fresh processes: as written, with the
+times one GPU's speed that is, and from the prediction. `cupy` times loops of CuPy alone in fresh runs: as written, with the
 changes that keep their precision, and with all; with FOLDER those behind its runners.
 
 advisor writes each row of ops, models, real, hosts, conv, scaling and cupy as soon as it is measured. A new row replaces an earlier row of the

@@ -45,9 +45,6 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
     inside: bool
     expected: Entry | None
     at: list[Any]
-    cursor: int
-    launched: int
-    thread: int
 
     def __init__(self, module: Any, patches: Patches, backend: Callable[[], Any]) -> None:
         super().__init__()

@@ -56,10 +56,14 @@ def test_an_arm_without_steps_leaves_the_others() -> None:
 def test_rows_are_written_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: object) -> None:
     for name in ("run_a.sh", "run_b.sh", "notes.txt"):
         (tmp_path / name).write_text("")
-    monkeypatch.setattr(cupy_trainings, "_cupy", lambda: "14.2")
-    monkeypatch.setattr(cupy_trainings._Behind, "measure", lambda self, folder, items, say: planted(folder.name, items))
+    monkeypatch.setattr(cupy_trainings, "installed", lambda: "14.2")
+    monkeypatch.setattr(cupy_trainings.Behind, "measure", lambda self, folder, items, say: planted(folder.name, items))
     kinds: list[str] = []
-    write = lambda path, kind, rows, **facts: (kinds.append(kind), path.write_text(json.dumps({"rows": rows})))  # noqa: E731
+
+    def write(path: Path, kind: str, rows: list[object], **facts: object) -> None:
+        kinds.append(kind)
+        path.write_text(json.dumps({"rows": rows}))
+
     monkeypatch.setattr(results, "write", write)
     out = tmp_path / "cupy.json"
     assert cupy_trainings.run(tmp_path, pattern="", out=out, say=lambda text: None) == ExitCode.OK

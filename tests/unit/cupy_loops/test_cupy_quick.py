@@ -34,7 +34,7 @@ def step(kind: str) -> tuple[Any, Any, list[str], list[Thing]]:
     base = quick.PlainState if kind == "python" else quick.state()
     asked: list[str] = []
 
-    class Fake(base):  # type: ignore[valid-type,misc]
+    class Fake(base):
         patches = Patches()
 
         def handle(self, name: str, plain: Any, args: Any, kwargs: Any) -> Any:
