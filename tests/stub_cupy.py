@@ -77,6 +77,7 @@ def module() -> types.ModuleType:
         "where",
         "pad",
         "concatenate",
+        "stack",
         "rollaxis",
         "transpose",
         "reshape",

@@ -260,5 +260,12 @@ def _sum_of(each: Element, at: list[Any]) -> Any:
             slice(start, start + step * length, step)
             for start, step, length in zip(window.starts, window.steps, window.lengths, strict=True)
         )
-        total[index] += np.asarray(at[window.place])
+        value = np.asarray(at[window.place])
+        if window.dims is not None:
+            here = iter(reversed(value.shape))
+            value = value.reshape([next(here, 1) if d in window.dims else 1 for d in reversed(range(total.ndim))][::-1])
+        if window.put:
+            total[index] = value
+        else:
+            total[index] += value
     return total

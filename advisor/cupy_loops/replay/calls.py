@@ -133,12 +133,16 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Where an array is added into a larger one: by dimension of the larger, the first element, the distance of elements, and how many."""
+    """Where an array is added into a larger one, or put: by dimension of the larger, the first element, the distance of elements, and how
+    many.
+    """
 
     place: int  # of the array that is added, which may be broadcast to `lengths`
     starts: tuple[int, ...]
     steps: tuple[int, ...]
     lengths: tuple[int, ...]
+    put: bool = False  # what was there is gone
+    dims: tuple[int, ...] | None = None  # dimensions of the larger one that the array has; None: all, the last ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +159,7 @@ class Element:
     place: int
     shape: tuple[int, ...]
     target: bool = False
-    windows: tuple[Window, ...] = ()  # in place of an expression: the sum of these, in their order, from 0
+    windows: tuple[Window, ...] = ()  # in place of an expression: these added or put, in their order, from 0
     also: tuple[int, ...] = ()  # further calls that it stands for
 
 

@@ -134,7 +134,7 @@ def _windows(each: Element, name: str, pointers: dict[int, str], arrays: Any, li
     lines = [f"{kind} {name} = 0;"]
     for window in each.windows:
         value = arrays[window.place]
-        strides = _spread(value, len(each.shape), window.lengths)
+        strides = _spread(value, len(each.shape), window.lengths, window.dims)
         tests, terms = [], ["0"]
         for d, (start, step, length) in enumerate(zip(window.starts, window.steps, window.lengths, strict=True)):
             at = f"({lies.coordinate(d)} - {start}u)"
@@ -143,7 +143,8 @@ def _windows(each: Element, name: str, pointers: dict[int, str], arrays: Any, li
             if strides[d]:
                 terms.append(f"{at} / {step} * {strides[d]}" if step > 1 else f"{at} * {strides[d]}")
         found = f"{pointers[window.place]}[{' + '.join(terms)}]"
-        lines.append(f"if ({' && '.join(tests) or 'true'}) {name} = {add}({name}, {found});")
+        value = found if window.put else f"{add}({name}, {found})"
+        lines.append(f"if ({' && '.join(tests) or 'true'}) {name} = {value};")
     return lines
 
 
@@ -209,8 +210,13 @@ class _Lies:
         return " + ".join(terms) or "0"
 
 
-def _spread(value: Any, ndim: int, shape: tuple[int, ...]) -> list[int]:
-    """Strides in elements over the cluster's shape; 0 where the array is broadcast."""
+def _spread(value: Any, ndim: int, shape: tuple[int, ...], dims: tuple[int, ...] | None = None) -> list[int]:
+    """Strides in elements over the cluster's shape; 0 where the array is broadcast, and in dimensions that are not among `dims`."""
+    if dims is not None:
+        found, inside = [0] * ndim, _spread(value, len(dims), tuple(shape[d] for d in dims))
+        for d, stride in zip(dims, inside, strict=True):
+            found[d] = stride
+        return found
     own = [0] * (ndim - value.ndim) + [s // value.dtype.itemsize for s in value.strides]
     lengths = [1] * (ndim - value.ndim) + list(value.shape)
     return [s if length == wanted and length != 1 else 0 for s, length, wanted in zip(own, lengths, shape, strict=True)]

@@ -18,7 +18,7 @@ from typing import Any
 from advisor.cupy_loops.replay.calls import Cluster, Element, Entry, Program, Step
 from advisor.cupy_loops.replay.elementwise import element
 from advisor.cupy_loops.replay.memory import classes, samples
-from advisor.cupy_loops.replay.windows import Gathering, gathering, padded
+from advisor.cupy_loops.replay.windows import Gathering, gathering, joined, padded
 
 MOST_CALLS = 40  # of one kernel
 MOST_ARRAYS = 24  # that one kernel reads and writes
@@ -89,6 +89,7 @@ class _Planner:
 
     def _add(self, number: int, entry: Entry) -> None:
         found = element(number, entry, self.arrays) or padded(number, entry, self.arrays)
+        found = found or joined(number, entry, self.arrays)
         if found is not None and self._mixed(found):
             found = None
         if found is None and self._is_view(entry):
@@ -104,7 +105,9 @@ class _Planner:
         gathered = self.gathered.get(self.memory[writes[0]]) if writes else None
         others = [self.memory[place] for place in takes if place not in writes]
         self._end([memory for memory in others if memory in self.gathered])
-        if gathered is not None and gathered.add(number, found, self.arrays):
+        if gathered is not None and (
+            gathered.add(number, found, self.arrays) or gathered.put(number, entry, self.arrays)
+        ):
             return
         self._end([m for m, g in self.gathered.items() if self._changed(m, g, writes)])
         self._node(number, entry, found, takes, writes)

@@ -1,6 +1,7 @@
-"""Arrays that are sums of windows: `x = zeros(...)`, then `x[:, i : i + h : 2] += part` again and again, as col2im does; and `pad` with zeros.
+"""Arrays that are made of windows: `x = zeros(...)`, then `x[:, i : i + h : 2] += part` again and again, as col2im does, or `x[:, :, i] = part`,
+as im2col does; `pad` with zeros, `stack` and `concatenate`.
 
-As one kernel each element of `x` takes what the windows over it hold, in the order of the additions.
+As one kernel each element of `x` takes what the windows over it hold, in the order of the calls.
 """
 
 from __future__ import annotations
@@ -52,6 +53,59 @@ class Gathering:
         self.calls.append(number)
         return True
 
+    def put(self, number: int, entry: Entry, arrays: dict[int, Any]) -> bool:
+        """Take this call in, if it assigns an array to a window of this one."""
+        given, constants = dict(entry.arrays), dict(entry.constants)
+        if entry.name != "__setitem__" or entry.run is not None or entry.keys or set(given) != {0, 2}:
+            return False
+        index = constants.get(1)
+        parts = index if isinstance(index, tuple) else (index,)
+        if given[0] != self.place or len(self.windows) >= MOST_WINDOWS or len(parts) > self.array.ndim:
+            return False
+        if any(type(part) not in (int, slice) for part in parts):
+            return False
+        parts = tuple(p % n if isinstance(p, int) else p for p, n in zip(parts, self.array.shape, strict=False))
+        whole = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in parts)
+        view, part = self.array[whole], arrays[given[2]]
+        where = _where(self.array, view)
+        if where is None or part.dtype != self.array.dtype or not _reachable(part):
+            return False
+        dims = tuple(d for d in range(self.array.ndim) if d >= len(parts) or not isinstance(parts[d], int))
+        if part.ndim > len(dims):
+            return False
+        self.windows.append(Window(given[2], *where, tuple(view.shape), put=True, dims=dims))
+        self.calls.append(number)
+        return True
+
+
+def joined(number: int, entry: Entry, arrays: dict[int, Any]) -> Element | None:
+    """What `stack` or `concatenate` gives, as windows of its result; None where the entry is no such call."""
+    if entry.name not in ("stack", "concatenate") or entry.how != "run" or entry.fresh or not entry.single:
+        return None
+    if len(entry.nested) != 1 or entry.nested[0][0] != 0 or entry.arrays or len(entry.constants) > 1:
+        return None
+    named = {1: "axis"} | {entry.size + i: key for i, key in enumerate(entry.keys)}
+    axis = next((value for at, value in entry.constants if named.get(at) == "axis"), 0 if not entry.constants else None)
+    places, place = [place for place, _ in entry.nested[0][1]], entry.gives[0]
+    result = arrays[place]
+    if type(axis) is not int or min(places, default=-1) < 0 or len(places) > MOST_WINDOWS:
+        return None
+    kind, shape, axis = str(result.dtype), tuple(result.shape), axis % result.ndim
+    if kind not in _TYPES or not 0 < result.size < _MOST or not result.flags.c_contiguous:
+        return None
+    own = tuple(d for d in range(result.ndim) if entry.name != "stack" or d != axis)
+    windows, at = [], 0
+    for each in places:
+        part = arrays[each]
+        if part.dtype != result.dtype or not _reachable(part):
+            return None
+        length = 1 if entry.name == "stack" else part.shape[axis]
+        starts = tuple(at if d == axis else 0 for d in range(result.ndim))
+        lengths = tuple(length if d == axis else n for d, n in enumerate(shape))
+        windows.append(Window(each, starts, (1,) * result.ndim, lengths, put=True, dims=own))
+        at += length
+    return Element(number, "", (), kind, kind, place, shape, windows=tuple(windows))
+
 
 def gathering(number: int, entry: Entry, arrays: dict[int, Any]) -> Gathering | None:
     """The array of zeros that this call gives; None where it gives none, or one that cannot be a sum of windows."""
@@ -86,7 +140,7 @@ def padded(number: int, entry: Entry, arrays: dict[int, Any]) -> Element | None:
     except (TypeError, ValueError):
         return None
     kind, steps = str(array.dtype), (1,) * part.ndim
-    window = Window(source, tuple(int(n) for n in before), steps, tuple(part.shape))
+    window = Window(source, tuple(int(n) for n in before), steps, tuple(part.shape), put=True)
     return Element(number, "", (), kind, kind, place, tuple(array.shape), windows=(window,))
 
 

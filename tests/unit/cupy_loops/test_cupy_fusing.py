@@ -206,3 +206,39 @@ def test_strides_of_dimensions_of_one_mean_nothing() -> None:
     assert memory.alike({0: a, 1: a[:, 1:]}, {0: b, 1: b[:, 1:]})
     assert not memory.alike({0: a}, {0: c})
     assert not memory.alike({0: a, 1: a[:, 1:]}, {0: b, 1: b[:, 1:].copy()})
+
+
+def slices(cp: Any, steps: int) -> list[Any]:
+    """im2col by assigning slices, and by a stack of them; what is negative and nothing keeps its sign."""
+    rng = np.random.default_rng(0)
+    w = cp.array(rng.normal(size=(3, 2, 2, 2)))
+    for _ in range(steps):
+        x = cp.array(rng.normal(size=(2, 2, 5, 6)))
+        padded = cp.pad(cp.maximum(x, 0.0) * -1.0, ((0, 0), (0, 0), (1, 0), (0, 1)))
+        col = cp.zeros((2, 2, 2, 2, 5, 3))
+        for i in range(2):
+            for j in range(2):
+                col[:, :, i, j, :, :] = padded[:, :, i : i + 5, j : j + 6 : 2]
+        stacked = cp.stack([padded[:, :, i : i + 5, 0:6:2] for i in range(2)], axis=2)
+        both = cp.concatenate((stacked, padded[:, :, None, :5, 1:4]), 2)
+        once = cp.concatenate([padded[:, :, 1:, :6], x])
+        y = cp.tensordot(col, w, ((1, 2, 3), (1, 2, 3)))
+        w -= 0.001 * w * (y.mean() + both.sum() + once.sum() + (1.0 / (both[0, 0, 0, 0, 0] - 3.0)))
+    return [w, col, both, once]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_columns_of_slices_are_one_kernel(backend: Callable[[], Any]) -> None:
+    recorder = compared(slices, 60, backend)
+    assert recorder.program is not None
+    made = [e for plan in recorder.program.plans.values() for s in plan for c in s.clusters for e in c.elements]
+    names = {recorder.program.entries[e.number].name: len(e.windows) for e in made if e.windows}
+    assert names["zeros"] == 4
+    assert {"stack", "concatenate", "pad"} <= names.keys()
+    alone = [
+        recorder.program.entries[s.number].name
+        for plan in recorder.program.plans.values()
+        for s in plan
+        if s.number >= 0
+    ]
+    assert "__setitem__" not in alone

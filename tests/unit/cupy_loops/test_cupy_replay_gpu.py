@@ -30,6 +30,7 @@ LOOPS = [
     test_cupy_fusing.columns,
     test_cupy_fusing.types,
     test_cupy_fusing.mirrored,
+    test_cupy_fusing.slices,
 ]
 
 
