@@ -9,13 +9,23 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from advisor.bench import cupy_trainings, dispatch_rows, hosts, models
+from advisor.bench import cupy_trainings, dispatch_rows, hosts, models, sweep
 from advisor.bench.goals import DTYPE, LARGE_BYTES, large
 from advisor.core import storage
 from advisor.core.units import shape_text
 from advisor.ops import catalog
 from advisor.ops.family import Case, Family
-from benchmark_pages import beside_eager, checks, cupy_section, gaps, hosts_section, inferred, plots, real_page
+from benchmark_pages import (
+    beside_eager,
+    checks,
+    cliffs_page,
+    cupy_section,
+    gaps,
+    hosts_section,
+    inferred,
+    plots,
+    real_page,
+)
 from benchmark_pages.gaps import Measured, Row
 
 BAR = 10  # characters for a kernel at its limit
@@ -70,8 +80,11 @@ def files(folder: Path) -> dict[str, str]:
         ops, models, real = (_document(machine / f"{kind}.json") for kind in ("ops", "models", "real"))
         if real:
             made[f"{machine.name}/{real_page.PAGE}"] = real_page.page(real)
+        swept = _document(machine / sweep.FILE)
+        if swept:
+            made[f"{machine.name}/{cliffs_page.PAGE}"] = cliffs_page.page(swept)
         if ops or models:
-            parts = _machine(machine, ops, models, real)
+            parts = _machine(machine, ops, models, real, swept)
             made |= {f"{machine.name}/{name}": text for name, text in parts.items()}
             lines.append(_line(machine.name, ops, models))
             every += ops.get("rows", [])
@@ -91,12 +104,14 @@ def _line(name: str, ops: Row, models: Row) -> str:
     )
 
 
-def _machine(folder: Path, ops: Row, models: Row, real: Row) -> dict[str, str]:
+def _machine(folder: Path, ops: Row, models: Row, real: Row, swept: Row) -> dict[str, str]:
     """A machine's page and plots, by name."""
     parts, drawn = [f"# {(ops or models)['gpu']}\n\n[How it is measured](../{PAGE}#how-it-is-measured).\n"], {}
     if real:
         told = real_page.summary(real["rows"])
         parts.append(f"[Trainings that other people wrote]({real_page.PAGE}): {told}\n")
+    if swept:
+        parts.append(f"[Where cuDNN is slow]({cliffs_page.PAGE}): {cliffs_page.summary(swept['rows'])}\n")
     if models:
         name = "trainings.svg"
         drawn[name] = _models_plot(models["rows"])
