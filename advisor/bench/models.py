@@ -23,8 +23,10 @@ from advisor import pipeline
 from advisor.bench import fresh, results
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.findings import Semantics
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
+from advisor.core.transform_table import having
 from advisor.core.units import counted
 from advisor.core.verdict import StackVerdict, Status, TrialLog
 from advisor.ops import catalog, sources
@@ -34,6 +36,7 @@ from advisor.transforms import registry
 from advisor.trials import planfile, records
 from advisor.trials.options import SearchOptions
 
+STRICT = "--no-tf32"
 SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnet50_b256": ("imagenet.py", "--arch", "resnet50", "-b", "256", "--device-data"),
     "cifar_resnet18_b128": ("cifar.py", "--device-data", "--epochs", "200"),
@@ -46,7 +49,11 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnext50_32x4d_b256": ("imagenet.py", "--arch", "resnext50_32x4d", "-b", "256", "--device-data"),
     "regnet_y_3_2gf_b256": ("imagenet.py", "--arch", "regnet_y_3_2gf", "-b", "256", "--device-data"),
     "densenet121_b256": ("imagenet.py", "--arch", "densenet121", "-b", "256", "--device-data"),
+    # Of those who keep fp32's own precision: nothing is tried, by hand neither, that has fewer bits.
+    "strict_fp32_resnet_b128": ("imagenet.py", "--arch", "resnet50", "-b", "128", "--device-data", STRICT),
+    "strict_fp32_unet_b32": ("unet.py", "--workers", "12", "--epochs", "200", STRICT),
 }
+FEWER_BITS = having(lambda row: row.semantics is Semantics.PRECISION)
 # What sets the dtype that a step computes in, and with it the step's limit.
 DTYPES = {"amp_bf16": "bfloat16", "amp_fp16": "float16", "tf32": "tf32"}
 
@@ -198,20 +205,26 @@ def _measured(
     row, found = measure(words, max_time_s=max_time_s, say=say)
     yield row
     plain = _stack(found).losses_plain
+    hand = tuple(name for name in fresh.HAND_TUNED if name not in skipped(words))
     if "eager" in baselines:
-        eager = fresh.measure(words, fresh.HAND_TUNED, found.run_dir / "hand-tuned", say)
+        eager = fresh.measure(words, hand, found.run_dir / "hand-tuned", say)
         row = replace(row, eager_ms=_step_ms(eager), baseline_error=_difference(eager.losses, plain))
         yield row
     if "compile" in baselines:
-        compiled = fresh.measure(words, (*fresh.HAND_TUNED, "compile"), found.run_dir / "hand-tuned-compiled", say)
+        compiled = fresh.measure(words, (*hand, "compile"), found.run_dir / "hand-tuned-compiled", say)
         yield replace(row, compile_ms=_step_ms(compiled))
+
+
+def skipped(words: Sequence[str]) -> tuple[str, ...]:
+    """What is not tried with this script."""
+    return tuple(sorted(FEWER_BITS)) if STRICT in words else ()
 
 
 def _searched(
     name: str, words: tuple[str, ...], *, max_time_s: float, say: Callable[[str], None]
 ) -> tuple[ModelRow, pipeline.ApplyResult]:
     """The row of a whole search, before its baselines."""
-    found = _finished(pipeline.apply(words, options=SearchOptions(time_s=max_time_s), say=say))
+    found = _finished(pipeline.apply(words, options=SearchOptions(time_s=max_time_s, skip=skipped(words)), say=say))
     if found.profile is None or found.log is None or found.profile.step_us is None:
         raise AdvisorError(f"{name} gave nothing to measure", exit_code=ExitCode.OWN_FAULT)
     model = found.profile.model

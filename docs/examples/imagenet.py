@@ -60,6 +60,7 @@ parser.add_argument(
     metavar="N",
     help="N fake images stay on the device; a loader makes batches of them there",
 )
+parser.add_argument("--no-tf32", action="store_true", help="convolutions in fp32's own precision")
 parser.add_argument("--image-size", default=224, type=int)
 parser.add_argument("--num-classes", default=1000, type=int)
 parser.add_argument("--train-size", default=1281167, type=int)
@@ -76,6 +77,9 @@ def main():
         random.seed(args.seed)
         torch.manual_seed(args.seed)
         cudnn.deterministic = True
+
+    if args.no_tf32:
+        cudnn.allow_tf32 = False
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     args.distributed = "LOCAL_RANK" in os.environ  # torchrun started this process

@@ -130,8 +130,11 @@ def main():
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--train-size", type=int, default=5000)
     parser.add_argument("--val-size", type=int, default=320)
+    parser.add_argument("--no-tf32", action="store_true", help="convolutions in fp32's own precision")
     args = parser.parse_args()
 
+    if args.no_tf32:
+        torch.backends.cudnn.allow_tf32 = False
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     loader_args = {"batch_size": args.batch_size, "num_workers": args.workers, "pin_memory": device.type == "cuda"}

@@ -255,3 +255,13 @@ def test_an_interrupted_proof_leaves_the_row_on_file(monkeypatch, machine, tmp_p
     with pytest.raises(KeyboardInterrupt):
         again(monkeypatch, tmp_path, interrupted=True)
     assert (tmp_path / "models.json").read_text() == before
+
+
+def test_of_a_strict_training_nothing_with_fewer_bits_is_tried() -> None:
+    strict = [words for words in models.SCRIPTS.values() if models.STRICT in words]
+    assert len(strict) == 2
+    for words in strict:
+        left = models.skipped(words)
+        assert {"amp_bf16", "amp_fp16", "tf32", "winograd_conv"} <= set(left)
+        assert not {"exact_conv", "channels_last", "fused_optimizer"} & set(left)
+    assert models.skipped(models.SCRIPTS["vgg16_b128"]) == ()
