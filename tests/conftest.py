@@ -55,10 +55,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def this_machine() -> Iterator[None]:
     """Tests, and what they start, use a cache folder of their own, in which this machine's rates lie planted. In this process a step behind
-    one at which advisor was held up counts: on a busy machine most are, and too few would be left."""
+    one at which advisor was held up counts: on a busy machine most are, and too few would be left. No gate does less because it is slow."""
     with pytest.MonkeyPatch.context() as patch:
         if "torch" in sys.modules:
             patch.setattr("advisor.loop.interval.LISTENER_NS", 10**12)
+            for limit in ("layers.MOST_S", "plain.LONG_S", "room.LONG_S"):
+                patch.setattr(f"advisor.trials.numerics.{limit}", 10**9)
         patch.setenv("XDG_CACHE_HOME", str(machine.cache_folder()))
         machine.plant()
         yield

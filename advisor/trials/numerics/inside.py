@@ -12,6 +12,7 @@ import torch
 
 from advisor.core.errors import first_line
 from advisor.core.findings import Semantics
+from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.replay import untuned
@@ -63,7 +64,8 @@ def by_layers(
         return Check(passed=False, detail=f"{name}: {judged.wrong}", numbers={**found.numbers, "of_bound": math.inf})
     trained = (p for p in plain.call.root.module.parameters() if p.requires_grad)
     if found.passed:
-        return found
+        partly = f"{UNCHECKED} could not all be checked{judged.alone}" if judged.unjudged else ""
+        return dataclasses.replace(found, detail=f"{found.detail}{partly}")
     if not all(id(p) in judged.told for p in trained):
         return dataclasses.replace(found, detail=f"{found.detail}{UNCHECKED} could not all be checked{judged.alone}")
     against = outputs_off(plain, judged.right)
@@ -124,13 +126,14 @@ def _same(plain: PlainStep, otherwise: contextlib.AbstractContextManager[None]) 
 
 class _Layers(NamedTuple):
     """What is wrong with a layer, if any is; modules that are right by themselves; identities of the parameters whose gradients are judged
-    with these; a layer that could not be called by itself, and why.
+    with these; a layer that could not be called by itself, and why, or how many there was no time for.
     """
 
     wrong: str
     right: Set[str] = frozenset()
     told: Set[int] = frozenset()
     alone: str = ""
+    unjudged: int = 0
 
 
 def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -> _Layers:
@@ -160,6 +163,8 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
         around = [n for n in right if name in parts[n]]
         around = [n for n in around if (found[n].back if what.startswith("gradient") else found[n].forward)]
         several = any(len(parts[n] & inmost) > 1 for n in around)
+        if seen.unjudged:  # who holds it was not asked
+            several, around = several or len(inmost) > 1, around or [name]
         alone = what.startswith(BUFFER) or what in found[name].shifted  # a norm without statistics leaves no second one
         return not what.startswith(PARAMETER) and (several or (alone and bool(around)))
 
@@ -168,7 +173,10 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
         ratio, what = max(left)
         return _Layers(f"{what} by itself {ratio:.1f} times as far off as its roundings allow")
     alone = next((f" ({n}: {why})" for n, why in seen.uncalled.items() if n in leaves(root)), "")
-    return _Layers("", right - seen.altered, {id(p) for told in found.values() for p in told.own}, alone)
+    if seen.unjudged:
+        alone = f" (no time for {counted(seen.unjudged, 'layer')} of {len(found) + seen.unjudged})"
+    told_of = {id(p) for told in found.values() for p in told.own}
+    return _Layers("", right - seen.altered, told_of, alone, seen.unjudged)
 
 
 def _with_room(

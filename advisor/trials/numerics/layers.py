@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -51,6 +52,9 @@ _TURNED, _TURNED_FACTOR = 0.98, 2.5
 _RANDOM, _RANDOM_FACTOR, _RANDOM_DRAWS = 0.1, 3.0, 4
 _SCALED_PARAMETERS = 5
 _SCALED = 3  # powers of two from which on a difference is a loss scale
+# All together take no longer than this, or than so many steps: of a net whose steps take seconds a part is judged (RepLKNet-31B in fp32,
+# whose 31 x 31 layers without tuned algorithms kept a search of five minutes for two).
+MOST_S, MOST_STEPS = 20.0, 8.0
 _RANDOM_VALUES = 512  # of fewer nothing is said: chance leaves too much
 
 
@@ -79,7 +83,10 @@ class Told(NamedTuple):
 
 
 def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, Told]:
-    """What is told of each module whose calls were seen, against the plain modules, which are on now."""
+    """What is told of each module whose calls were seen, against the plain modules, which are on now; `seen.unjudged` of those for which
+    there was no time.
+    """
+    until = time.monotonic() + max(MOST_S, MOST_STEPS * plain.base.seconds)
     complete = {
         name: module
         for name, module in modules.items()
@@ -97,10 +104,13 @@ def judge(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> dict[str, 
         for n, rerun in again.items()
         if rerun.holds and not own[n] and (_listed(rerun) or sum(not again[p].holds for p in parts[n]) > many)
     }
-    found = _compared([rerun for name, rerun in again.items() if name not in later])
+    # Those without others inside first: where there is no time for all, these have the kernels and the parameters.
+    wanted = sorted((rerun for name, rerun in again.items() if name not in later), key=lambda rerun: rerun.holds)
+    found = _compared(wanted, until)
+    seen.unjudged = sum(rerun.name not in found and rerun.name not in seen.uncalled for rerun in wanted)
     wrong = [name for name, told in found.items() if told.wrong()]
     holding = {name for name in again if name not in seen.uncalled and parts[name].intersection(wrong)}
-    for name in holding:
+    for name in holding if not seen.unjudged else ():
         base = _results(again[name])
         if base is not None:
             found[name] = _closely(again[name], base)
@@ -181,10 +191,12 @@ def _scale(again: list[Rerun]) -> float:
     return 2.0**power if abs(power) >= _SCALED else 1.0
 
 
-def _compared(again: list[Rerun]) -> dict[str, Told]:
-    """Told by bounds that hold without any noise, as most of what is right is within these; else closely."""
+def _compared(again: list[Rerun], until: float) -> dict[str, Told]:
+    """Told by bounds that hold without any noise, as most of what is right is within these; else closely. Up to this time."""
     told: dict[str, Told] = {}
     for several in _batches(again):
+        if time.monotonic() > until:
+            break
         pairs = [(rerun, rerun.found(), base) for rerun in several if (base := _results(rerun)) is not None]
         every = iter(
             _errors([f[n] for _, f, base in pairs for n in base], [t for _, _, base in pairs for t in base.values()])

@@ -50,6 +50,7 @@ class Seen:
     gradients: dict[int, torch.Tensor | None]
     altered: set[str] = field(default_factory=set)  # modules whose buffers something else has moved after their calls
     uncalled: dict[str, str] = field(default_factory=dict)  # modules that could not be run by themselves, and why
+    unjudged: int = 0  # modules for which there was no time
     scale: float = 1.0  # of gradients inside, against those that the backward pass left
     # Of convolutions that leave it to the norm behind them, and of those norms: the bias, which is not in what lies between the two.
     biases: dict[str, torch.Tensor] = field(default_factory=dict)

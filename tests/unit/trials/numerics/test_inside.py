@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -494,6 +495,21 @@ def test_layers_are_judged_on_as_many_samples_as_have_room(fault: str, monkeypat
     assert check.passed is not bool(fault), check
 
 
+@pytest.mark.parametrize("fault", ["", "weight's gradient too large"])
+def test_layers_for_which_there_is_no_time_are_not_judged(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right passes by the word from end to end, and says so; what is wrong in a layer that had its turn is found."""
+    clock = itertools.count()
+    monkeypatch.setattr(layers, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    monkeypatch.setattr(layers, "MOST_S", 4.5)
+    monkeypatch.setattr(layers, "MOST_STEPS", 0.0)
+    monkeypatch.setattr(layers, "BATCH_ELEMENTS", 0)
+    loop = loop_of("classifier, ResNet")
+    parts = (*bf16(loop), *([planted(loop, fault, 0)] if fault else []))
+    check = loop.judge(Change("bf16", parts, Semantics.PRECISION))
+    assert check.passed is not bool(fault), check
+    assert ("by itself" if fault else "could not all be checked (no time for") in check.detail
+
+
 def test_a_long_step_is_replayed_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = []
     for long_s in (math.inf, 0.0):
@@ -530,6 +546,7 @@ def test_a_call_is_cut_where_all_that_it_is_given_and_gives_is_of_as_many_sample
 
 
 def test_samples_by_room_and_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(room, "LONG_S", 0.5)
     images, gib = torch.ones(16, 1), 2.0**30
     call = ReplayedCall(None, (images,), {}, [images], (False, torch.bfloat16))  # type: ignore[arg-type]  # no model is called
 
