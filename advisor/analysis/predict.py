@@ -38,12 +38,12 @@ def predict(profile: StepProfile, transform_id: str, parameters: Mapping[str, st
         return None
     if not view.on_gpu and row.needs_gpu:
         return Interval(low=0.0, high=0.0, basis=_GPU_ONLY)
-    change = _predictor(row.predictor)(view if row.everywhere else view.without_guides(), step, parameters)
+    change = predictor(row.predictor)(view if row.everywhere else view.without_guides(), step, parameters)
     return step.gain(change) if change is not None else None
 
 
 @functools.cache
-def _predictor(name: str) -> Predictor:
+def predictor(name: str) -> Predictor:
     """What a row names as its predictor, "module:function" of `advisor.analysis.predictions`."""
     module, _, function = name.partition(":")
     found: Predictor = getattr(import_module(f"advisor.analysis.predictions.{module}"), function)

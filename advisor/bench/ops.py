@@ -75,7 +75,7 @@ def run(
     if left.why_nothing:
         print(f"{path}: {left.why_nothing}")
         return ExitCode.OK
-    file, known, ceilings = _File(path), {key(row): row for row in rows}, Ceilings()
+    file, known, ceilings = OpsFile(path), {key(row): row for row in rows}, Ceilings()
     _compile(left, choice.part, say)
     gc.freeze()  # torch's own objects: looking through them took most of a second a case
 
@@ -129,7 +129,7 @@ def _compile(left: Left, part: tuple[int, int], say: Callable[[str], None]) -> N
     nvrtc.warm([*variants[part[0] - 1 :: part[1]], *variants])
 
 
-class _File:
+class OpsFile:
     """The results on file, with what is measured put into the place of earlier rows."""
 
     def __init__(self, path: Path) -> None:
@@ -238,13 +238,13 @@ def measure(kind: Family, case: Case, ceilings: Ceilings, *, compiled: bool) -> 
     counted = [kind] if run & set(kind.kernels) else [other for other in catalog.FAMILIES if run & set(other.kernels)]
     with dispatch.everything():
         before = sum(sum(family.engaged.values()) for family in counted)
-        rows = _measure(case, ceilings, compiled=compiled)
+        rows = rows_of(case, ceilings, compiled=compiled)
         if sum(sum(family.engaged.values()) for family in counted) == before:
             raise AdvisorError("the kernels did not run: " + dispatch.told(kind.id))
     return rows
 
 
-def _measure(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
+def rows_of(case: Case, ceilings: Ceilings, *, compiled: bool) -> list[OpRow]:
     times = timed(case, compiled=compiled, budget_s=CASE_BUDGET_S)
     hosts = host_us(case)
     batch = min(case.shape[0], ERROR_BATCH)

@@ -179,7 +179,7 @@ def _benchmark() -> Iterator[None]:
 
 def _rows(sweep: str, value: int, shape: Shape, dtype: str, layout: str) -> Iterator[SweepRow]:
     tf32 = dtype == "float32" and torch.backends.cudnn.allow_tf32
-    for product, call in _calls(shape, NAMES[dtype], layout).items():
+    for product, call in calls(shape, NAMES[dtype], layout).items():
         yield SweepRow(
             sweep=sweep,
             value=value,
@@ -197,7 +197,7 @@ def _rows(sweep: str, value: int, shape: Shape, dtype: str, layout: str) -> Iter
         )
 
 
-def _calls(shape: Shape, dtype: torch.dtype, layout: str) -> dict[str, Callable[[], object]]:
+def calls(shape: Shape, dtype: torch.dtype, layout: str) -> dict[str, Callable[[], object]]:
     """The three products as calls."""
     fmt = torch.channels_last if layout == "nhwc" else torch.contiguous_format
     outer, inner = (shape.inputs, shape.outputs) if shape.transposed else (shape.outputs, shape.inputs)

@@ -73,7 +73,7 @@ class Row(Generic[Inputs]):
 
     def time(self, pad: torch.Tensor) -> tuple[float, float, bool]:
         """Milliseconds of device and of host time a call, and whether the device had work all the while."""
-        begin, end = _event(), _event()
+        begin, end = event(), event()
         for _ in range(self.pads):
             pad.zero_()  # the launches below queue up behind it
         started = time.perf_counter()
@@ -190,5 +190,5 @@ def matrix_tflops(dtype: torch.dtype) -> float:
     return float(2 * size**3 / found["product"].median / 1e9)
 
 
-def _event() -> torch.cuda.Event:
+def event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)

@@ -160,7 +160,7 @@ def tune(family: Family, case: Case) -> list[Trial]:
     tried = []
     for values in combinations(family.spec.TUNABLE):
         setting = Setting(family, values)
-        tried.append(_Tried(values, setting, _wrong(family, case, setting)))
+        tried.append(_Tried(values, setting, what_is_wrong(family, case, setting)))
     present = next((one for one in tried if one.values == now and not one.wrong), None)
     others = [one for one in tried if one is not present and not one.wrong]
     step = AT_ONCE - 1
@@ -210,7 +210,7 @@ def _take_turns(case: Case, present: _Tried | None, others: Sequence[_Tried]) ->
             one.share = {way: spread.median / found["0"][way].median for way, spread in found[name].items()}
 
 
-def _wrong(family: Family, case: Case, setting: Setting) -> str:
+def what_is_wrong(family: Family, case: Case, setting: Setting) -> str:
     """Why this setting is out of the question for the case; empty where it is not."""
     before = sum(family.engaged.values())
     batch = min(case.shape[0], ERROR_BATCH)

@@ -22,7 +22,7 @@ from advisor.profiling.machine import counters, environment, nvml
 _CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 
 
-_PARAMETERS = Path("/proc/driver/nvidia/params")
+PARAMETERS = Path("/proc/driver/nvidia/params")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def gather(*, measure: bool = False, say: Callable[[str], None] = lambda line: N
     cupy = tuple(f"{name} {version}" for name in _CUPY if (version := _version(name)))
     if cupy and on_gpu:
         say("Compiling a kernel with CuPy and what replays its calls; half a minute the first time…")
-        found["cupy_error"] = _try_cupy()
+        found["cupy_error"] = try_cupy()
         found["calls_error"] = _try_calls()
     cache, cache_error = _try_cache()
     return Facts(
@@ -119,7 +119,7 @@ def _nvml_facts() -> dict[str, object]:
 
 def _admin_only() -> bool | None:
     try:
-        for line in _PARAMETERS.read_text(errors="replace").splitlines():
+        for line in PARAMETERS.read_text(errors="replace").splitlines():
             if line.startswith("RmProfilingAdminOnly:"):
                 return line.rpartition(":")[2].strip() != "0"
     except OSError:
@@ -127,7 +127,7 @@ def _admin_only() -> bool | None:
     return None
 
 
-def _try_cupy() -> str:
+def try_cupy() -> str:
     """Import CuPy and compile a kernel in a process of its own; the reason when that fails."""
     code = (
         "import cupy; f = cupy.RawKernel('extern \"C\" __global__ void f(float* x) { x[0] = 1.f; }', 'f');"

@@ -167,7 +167,7 @@ class Gradients:
     def _check_alike(self, module: torch.nn.Module) -> None:
         """Leave the script where the ranks have not begun with the same weights."""
         named = dict(module.named_parameters())
-        other = _differing([p.detach().double().sum() for p in named.values()], 0.0)
+        other = differing([p.detach().double().sum() for p in named.values()], 0.0)
         if other is not None:
             name = list(named)[other]
             refuse(
@@ -226,7 +226,7 @@ class Gradients:
             for name, buffer in module.named_buffers(recurse=False)
             if buffer.numel() and (self._synchronised or not isinstance(module, _NormBase))
         ]
-        other = _differing([buffer.detach().double().norm() for _, _, buffer in found], 1e-3)
+        other = differing([buffer.detach().double().norm() for _, _, buffer in found], 1e-3)
         if other is not None:
             name, module, _ = found[other]
             refuse(
@@ -329,7 +329,7 @@ def _trained(module: torch.nn.Module) -> list[torch.nn.Parameter]:
     return [p for p in module.parameters() if p.requires_grad]
 
 
-def _differing(values: list[torch.Tensor], tolerance: float) -> int | None:
+def differing(values: list[torch.Tensor], tolerance: float) -> int | None:
     """Index of the first value that is not the same on all ranks, within `tolerance` of its size; None where all are."""
     if not values:
         return None

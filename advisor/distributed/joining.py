@@ -97,7 +97,7 @@ def _become_rank(session: Session) -> None:
     deferred.Across.ranks = readings.ahead
     if not (place.local_norms() or piped):
         norms.install(patches)
-    _refuse_others(patches)
+    refuse_others(patches)
     _tell_failures(session, rank)
     Joined.loaders, Joined.gradients = loaders, gradients
     if session.mode == "run":
@@ -116,7 +116,7 @@ def _leave_group() -> None:
         distributed.destroy_process_group()
 
 
-def _refuse_others(patches: Patches) -> None:
+def refuse_others(patches: Patches) -> None:
     """Scripts that train in several processes by themselves."""
 
     def own_group(*args: Any, **kwargs: Any) -> Any:

@@ -59,7 +59,7 @@ def _over_all_ranks(plain: Any) -> Any:
     ) -> Any:
         if _Alone.on or not training or not isinstance(input, torch.Tensor):
             return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        function: Any = _WithoutWaits if input.is_cuda else _OnCpu
+        function: Any = WithoutWaits if input.is_cuda else _OnCpu
         return function.apply(
             input,
             weight,
@@ -75,7 +75,7 @@ def _over_all_ranks(plain: Any) -> Any:
     return batch_norm
 
 
-class _WithoutWaits(SyncBatchNorm):
+class WithoutWaits(SyncBatchNorm):
     """PyTorch's, without its look for ranks that have no samples: a mask that the host waits for, in each norm's forward.
 
     Each rank of `--gpus` has samples (shards.py). PyTorch leaves the mask out while a CUDA graph is captured; so it is told that here.

@@ -100,7 +100,7 @@ def take() -> None:
     home = folder(int(number), Path(os.environ[FOLDER_VARIABLE]))
     if first:
         home.mkdir(parents=True, exist_ok=True)
-        _see_one_gpu(int(number))
+        see_one_gpu(int(number))
         if int(number):
             _write_to(home / "output.log")
     if int(number):
@@ -115,7 +115,7 @@ def hide() -> None:
         del os.environ[name]
 
 
-def _see_one_gpu(number: int) -> None:
+def see_one_gpu(number: int) -> None:
     visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
     if not visible:
         os.environ["CUDA_VISIBLE_DEVICES"] = str(number)

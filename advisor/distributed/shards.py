@@ -139,14 +139,14 @@ class Loaders:
                 batch = plain(iterator)
             except StopIteration:
                 if isinstance(batches, Batches) and not self._whole:
-                    _agree(batches.checksum, "an epoch")
+                    agree(batches.checksum, "an epoch")
                 raise
             self.divided = isinstance(batches, Batches) and not self._whole
             if isinstance(batches, Batches):
                 mine, whole, first = batches.taken()
                 self.share = mine / whole
                 if first is not None and not self._whole:
-                    _agree(first, "its first batch")
+                    agree(first, "its first batch")
             return batch
 
         return following
@@ -240,7 +240,7 @@ class Seeded:
             self.own(worker)
 
 
-def _agree(checksum: int, what: str) -> None:
+def agree(checksum: int, what: str) -> None:
     """Leave the script where ranks have drawn different indices: some samples would be seen twice, others never."""
     found = torch.tensor([checksum, -checksum])
     torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX)

@@ -106,7 +106,7 @@ class Waiting:
             partial = self.stage >= Stage.TORCH  # one that was never attached has nothing to write
             return self.fault if now - self._faulted >= FAULT_S * partial else ""
         if not self.gave_up:
-            self.gave_up = self._nothing_left(now)
+            self.gave_up = self.nothing_left(now)
         return self.gave_up
 
     @property
@@ -114,7 +114,7 @@ class Waiting:
         """CuPy, and no torch."""
         return self._cupy is not None and self.stage < Stage.TORCH
 
-    def _nothing_left(self, now: float) -> str:
+    def nothing_left(self, now: float) -> str:
         waited_s, limit_s = now - self._began, self._session.first_step_s
         if self.stage is Stage.STEPS:
             return ""

@@ -22,7 +22,7 @@ from advisor.core.errors import AdvisorError
 # Of a launch in a thread whose current device is another than the kernel's, or that has none yet: CUDA_ERROR_INVALID_CONTEXT, _INVALID_HANDLE.
 _ELSEWHERE = (201, 400)
 # CUlaunchConfig: grid, block, bytes of dynamic shared memory, stream, attributes and their number.
-_CONFIG = struct.Struct("@7IPPI0P")
+CONFIG = struct.Struct("@7IPPI0P")
 # CUlaunchAttribute: what it is, and a union of 64 bytes that begins with its value.
 _ATTRIBUTE = struct.Struct("@i4xi60x")
 # CU_LAUNCH_ATTRIBUTE_COOPERATIVE and CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, switched on.
@@ -72,7 +72,7 @@ class Kernel:
             True: (ctypes.addressof(_COOPERATIVE), 1),
             False: (ctypes.addressof(_OVERLAPPING), 1) if overlapping else (0, 0),
         }
-        self._config = ctypes.create_string_buffer(_CONFIG.size)
+        self._config = ctypes.create_string_buffer(CONFIG.size)
         self._lock = Lock()  # two threads would write over each other's values
         self._layout: struct.Struct | None = None
         self._blobs: tuple[int, ...] = ()
@@ -116,7 +116,7 @@ class Kernel:
                 for place in self._blobs:
                     packed[place] = packed[place].tobytes()
             layout.pack_into(self._values, 0, *packed)
-            _CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, *self._attributes[cooperative])
+            CONFIG.pack_into(self._config, 0, *grid, *block, shared_bytes, stream, *self._attributes[cooperative])
             status = self._launch(self._config, self._function, self._places, None)
             if status in _ELSEWHERE:
                 with self.current():
@@ -133,7 +133,7 @@ class Kernel:
 
     def refuse(self, status: int) -> NoReturn:
         """Raise what the driver said."""
-        raise AdvisorError(f"the driver refuses to launch {self.name}: {_reason(status)}", fix="Run `advisor doctor`.")
+        raise AdvisorError(f"the driver refuses to launch {self.name}: {reason(status)}", fix="Run `advisor doctor`.")
 
     def addresses(self, cooperative: bool) -> tuple[int, int, int, int]:
         """Of the driver's launch, of the kernel and of its attributes, and how many those are: for who launches without Python."""
@@ -158,7 +158,7 @@ def _current(device: int) -> Iterator[None]:
         runtime.setDevice(before)
 
 
-def _reason(status: int) -> str:
+def reason(status: int) -> str:
     text = ctypes.c_char_p()
     load().cuGetErrorString(ctypes.c_int(status), ctypes.byref(text))
     return f"{(text.value or b'unknown').decode()} ({status})"

@@ -130,7 +130,7 @@ def options(defines: Mapping[str, int]) -> tuple[str, ...]:
 
 
 @cache
-def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
+def compiled_module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any:
     import cupy
 
     with cupy.cuda.Device(device):
@@ -141,7 +141,7 @@ def _module(name: str, defines: tuple[tuple[str, int], ...], device: int) -> Any
 # What is made once for all is made by one thread at a time: the script's own may be the first at once, and so may autograd's.
 _making = Lock()
 launched: set[str] = set()  # sources of the kernels that this process has asked for, to launch them
-_most_dynamic: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}  # by kernel and device
+most_dynamic_by_kernel: dict[tuple[str, str, tuple[tuple[str, int], ...], int], int] = {}  # by kernel and device
 
 
 @cache
@@ -158,12 +158,12 @@ def function(name: str, entry: str, defines: tuple[tuple[str, int], ...], device
 
     try:
         with _making, cupy.cuda.Device(device):
-            raw = _module(name, defines, device).get_function(entry)
+            raw = compiled_module(name, defines, device).get_function(entry)
             launched.add(name)
             # What is asked for is the kernel's, whoever launches it: less would be too little for those who asked for more.
             kernel = name, entry, defines, device
-            if most_dynamic > _most_dynamic.get(kernel, 0):
-                raw.max_dynamic_shared_size_bytes = _most_dynamic[kernel] = most_dynamic
+            if most_dynamic > most_dynamic_by_kernel.get(kernel, 0):
+                raw.max_dynamic_shared_size_bytes = most_dynamic_by_kernel[kernel] = most_dynamic
             overlapping = sources.overlaps(name) and overlaps(device)
             types = sources.parameters(name, entry, defines)
             return Kernel(raw.kernel, entry, types, device=device, overlapping=overlapping)
@@ -179,7 +179,7 @@ def warm(variants: Iterable[tuple[str, Mapping[str, int]]], device: int = 0) -> 
 
     def compile_one(name: str, defines: tuple[tuple[str, int], ...]) -> None:
         with contextlib.suppress(Exception):
-            _module(name, defines, device).compile()
+            compiled_module(name, defines, device).compile()
 
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
         for name, defines in dict.fromkeys((name, tuple(defines.items())) for name, defines in variants):
@@ -198,8 +198,8 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 _TICKETS_PER_STREAM = 1024
-_STREAMS = 64  # torch hands out 32 pooled streams a priority; the default stream and a few external ones come on top
-_tickets: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
+STREAMS = 64  # torch hands out 32 pooled streams a priority; the default stream and a few external ones come on top
+tickets_of: dict[int, tuple[torch.Tensor, dict[int, int]]] = {}
 
 
 def tickets(device: torch.device) -> int:
@@ -212,28 +212,28 @@ def tickets(device: torch.device) -> int:
         AdvisorError: when the first call is captured, or when more streams than foreseen launch kernels.
     """
     index = device.index or 0
-    if index not in _tickets:
+    if index not in tickets_of:
         if torch.cuda.is_current_stream_capturing():
             raise AdvisorError("a kernel's first launch is inside a CUDA graph capture", fix="Run one step before it.")
         with _disable_current_modes():  # made once, and so no part of a call that is recorded just now (ops/sites)
-            zeroed = torch.zeros(_STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
+            zeroed = torch.zeros(STREAMS * _TICKETS_PER_STREAM, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)  # another stream may be the next to use them
-        _tickets.setdefault(index, (zeroed, {}))  # another thread may have been at it meanwhile
-    counters, slots = _tickets[index]
+        tickets_of.setdefault(index, (zeroed, {}))  # another thread may have been at it meanwhile
+    counters, slots = tickets_of[index]
     stream = torch._C._cuda_getCurrentRawStream(index)
     slot = slots.get(stream)
     if slot is None:
         with _making:
             slot = slots.setdefault(stream, len(slots))
-    if slot >= _STREAMS:
-        raise AdvisorError(f"kernels were launched on more than {_STREAMS} streams")
+    if slot >= STREAMS:
+        raise AdvisorError(f"kernels were launched on more than {STREAMS} streams")
     return counters.data_ptr() + slot * _TICKETS_PER_STREAM * 4
 
 
 def keeps(address: int) -> bool:
     """Whether it lies in memory that `tickets` or `exchange` has given out, and which stays where it is."""
-    kept = [counters for counters, _ in _tickets.values()] + [
-        block for blocks, _ in _exchanges.values() for block in blocks
+    kept = [counters for counters, _ in tickets_of.values()] + [
+        block for blocks, _ in exchanges.values() for block in blocks
     ]
     return any(0 <= address - t.data_ptr() < t.untyped_storage().nbytes() for t in kept)
 
@@ -242,8 +242,8 @@ def keeps(address: int) -> bool:
 EXCHANGE_STATE, ABSENT = 4, 0x7FEDCBA9
 _STREAMS_AT_A_TIME, _STREAMS_TO_SPARE = 8, 4  # to spare: for captures, which may take but not add to them
 # By device: memory, for some streams at a time, and how many streams have theirs.
-_exchanges: dict[int, tuple[list[torch.Tensor], int]] = {}
-_exchange_of: dict[tuple[int, int], int] = {}  # by device and stream: an address
+exchanges: dict[int, tuple[list[torch.Tensor], int]] = {}
+exchange_of: dict[tuple[int, int], int] = {}  # by device and stream: an address
 
 
 def exchange(device: torch.device, half: int) -> int:
@@ -254,7 +254,7 @@ def exchange(device: torch.device, half: int) -> int:
     """
     index = device.index or 0
     stream = index, torch._C._cuda_getCurrentRawStream(index)
-    return _exchange_of.get(stream) or _new_exchange(device, stream, half)
+    return exchange_of.get(stream) or _new_exchange(device, stream, half)
 
 
 def new_exchanges(streams: int, half: int) -> torch.Tensor:
@@ -266,20 +266,20 @@ def new_exchanges(streams: int, half: int) -> torch.Tensor:
 
 def _new_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
     with _making, _disable_current_modes():  # as in `tickets`
-        return _exchange_of.get(stream) or _take_exchange(device, stream, half)
+        return exchange_of.get(stream) or _take_exchange(device, stream, half)
 
 
 def _take_exchange(device: torch.device, stream: tuple[int, int], half: int) -> int:
-    blocks, taken = _exchanges.get(stream[0], ([], 0))
+    blocks, taken = exchanges.get(stream[0], ([], 0))
     left = _STREAMS_AT_A_TIME * len(blocks) - taken
     if left <= _STREAMS_TO_SPARE and not torch.cuda.is_current_stream_capturing():
         left += _STREAMS_AT_A_TIME
         blocks.append(new_exchanges(_STREAMS_AT_A_TIME, half).to(device))
         torch.cuda.synchronize(device)  # another stream may be the next to use it
-    if not left or taken >= _STREAMS:
+    if not left or taken >= STREAMS:
         return 0
-    _exchanges[stream[0]] = blocks, taken + 1
+    exchanges[stream[0]] = blocks, taken + 1
     block, place = divmod(taken, _STREAMS_AT_A_TIME)
     address: int = blocks[block][place].data_ptr()
-    _exchange_of[stream] = address
+    exchange_of[stream] = address
     return address

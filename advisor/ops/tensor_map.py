@@ -22,7 +22,7 @@ _SWIZZLE = {64: 2, 128: 3}  # by bytes of a pixel in shared memory
 
 
 @lru_cache(maxsize=1)
-def _encode() -> Any:
+def encode() -> Any:
     """The driver's function; None where it has none."""
     try:
         return cuda_driver.load().cuTensorMapEncodeTiled
@@ -32,7 +32,7 @@ def _encode() -> Any:
 
 def unavailable() -> str:
     """Why no map can be made here; empty when they can."""
-    return "" if _encode() is not None else "the driver makes no tensor maps (CUDA 12.0 and newer does)"
+    return "" if encode() is not None else "the driver makes no tensor maps (CUDA 12.0 and newer does)"
 
 
 WHOLE: Parts = ((0, 0),)
@@ -53,7 +53,7 @@ def boxes(
     Raises:
         AdvisorError: when the driver refuses a map.
     """
-    return _boxes(x.data_ptr(), _descriptions(*x.shape, channels, columns, rows, groups, parts, step))
+    return boxes_of(x.data_ptr(), descriptions(*x.shape, channels, columns, rows, groups, parts, step))
 
 
 class Boxes(np.ndarray[Any, np.dtype[np.void]]):
@@ -70,16 +70,16 @@ class Boxes(np.ndarray[Any, np.dtype[np.void]]):
 
 def encoder() -> int:
     """Address of the driver's function, for who makes maps without Python: of rank 5, with these constants for what is alike in all."""
-    return ctypes.cast(_encode(), ctypes.c_void_p).value or 0
+    return ctypes.cast(encode(), ctypes.c_void_p).value or 0
 
 
 @lru_cache(maxsize=4096)
-def _boxes(address: int, made_of: tuple[Description, ...]) -> Any:
+def boxes_of(address: int, made_of: tuple[Description, ...]) -> Any:
     memory = np.zeros(len(made_of) * _BYTES + _ALIGNMENT, dtype=np.uint8)
     begin = -memory.ctypes.data % _ALIGNMENT
     maps = memory[begin : begin + len(made_of) * _BYTES]
     for at, (offset, sizes, strides, box, swizzle) in enumerate(made_of):
-        status = _encode()(
+        status = encode()(
             ctypes.c_void_p(maps.ctypes.data + at * _BYTES),
             _UINT16,
             5,
@@ -102,7 +102,7 @@ def _boxes(address: int, made_of: tuple[Description, ...]) -> Any:
 
 
 @lru_cache(maxsize=4096)
-def _descriptions(
+def descriptions(
     n: int,
     c: int,
     h: int,

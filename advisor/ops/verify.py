@@ -51,7 +51,7 @@ def _floating(arguments: Sequence[Any]) -> list[torch.Tensor]:
     return [a for a in arguments if isinstance(a, torch.Tensor) and a.is_floating_point()]
 
 
-def _copies(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
+def copies(arguments: Sequence[Any], wide: bool) -> tuple[Any, ...]:
     """The same values in the same memory layout, independent of the originals; in fp64 if `wide`."""
 
     def copy(value: Any) -> Any:
@@ -73,7 +73,7 @@ def upstream(
     ]
     if case.steady is not None:
         with torch.no_grad():
-            masks = tensors(case.steady(*_copies(arguments, wide=True)))
+            masks = tensors(case.steady(*copies(arguments, wide=True)))
         given[: len(masks)] = [dy * mask.to(dy.dtype) for dy, mask in zip(given, masks, strict=False)]
     return given
 
@@ -95,11 +95,11 @@ def run(
     case: Case, function: Callable[..., Any], arguments: Sequence[Any], above: Sequence[torch.Tensor] | None
 ) -> Result:
     """Call `function` on copies of `arguments`; the gradients only with `above`."""
-    mine = _copies(arguments, wide=False)
-    return _run(case, function, mine, above)
+    mine = copies(arguments, wide=False)
+    return run_with(case, function, mine, above)
 
 
-def _run(
+def run_with(
     case: Case, function: Callable[..., Any], mine: tuple[Any, ...], above: Sequence[torch.Tensor] | None
 ) -> Result:
     leaves = [t for t in _floating(mine) if t.requires_grad]
@@ -118,9 +118,9 @@ def _posed(
     generator = seeded(device, seed)
     arguments = case.inputs(generator, batch)
     with torch.no_grad():
-        like = tensors(case.eager(*_copies(arguments, wide=False)))
+        like = tensors(case.eager(*copies(arguments, wide=False)))
     above = upstream(case, arguments, like, generator)
-    want = _run(case, case.reference, _copies(arguments, wide=True), [dy.double() for dy in above])
+    want = run_with(case, case.reference, copies(arguments, wide=True), [dy.double() for dy in above])
     return arguments, above, want
 
 
@@ -254,14 +254,14 @@ def _not_finite(case: Case, arguments: Sequence[Any]) -> list[str]:
     """
     wrong = []
     for value in (float("nan"), float("inf")):
-        dirty = list(_copies(arguments, wide=False))
+        dirty = list(copies(arguments, wide=False))
         first = next(i for i, a in enumerate(dirty) if isinstance(a, torch.Tensor) and a.is_floating_point())
         with torch.no_grad():
             spot = tuple(size // 2 for size in dirty[first].shape)
             dirty[first][spot] = value
-            ours = tensors(case.ours(*_copies(dirty, wide=False)))
+            ours = tensors(case.ours(*copies(dirty, wide=False)))
             others = (
-                tensors(function(*_copies(dirty, wide=wide)))
+                tensors(function(*copies(dirty, wide=wide)))
                 for function, wide in ((case.eager, False), (case.reference, True))
             )
             alike = any(
@@ -296,10 +296,10 @@ def _elsewhere(
         before = sum(family.engaged.values())
 
         def there(function: Callable[..., Any], places: Sequence[int] = places, move: Any = move) -> Errors:
-            mine = list(_copies(arguments, wide=False))
+            mine = list(copies(arguments, wide=False))
             for i in places:
                 mine[i] = move(mine[i])
-            return compare(case, _run(case, function, tuple(mine), [move(dy) for dy in above]), want, above)
+            return compare(case, run_with(case, function, tuple(mine), [move(dy) for dy in above]), want, above)
 
         try:
             found = there(case.ours)

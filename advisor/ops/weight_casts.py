@@ -63,7 +63,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
             found = match.value(weight)
             if found is None or found.dtype != torch.float32:
                 continue
-            why_not = _refused(weight, found)
+            why_not = refused(weight, found)
             place = f"{match.path(node)} {list(found.shape)}"
             if why_not:
                 report.unmatched[place] = why_not
@@ -88,7 +88,7 @@ def _parameters(node: fx.Node) -> list[fx.Node]:
     return [argument for argument in node.all_input_nodes if argument is not given]
 
 
-def _refused(weight: fx.Node, found: torch.Tensor) -> str:
+def refused(weight: fx.Node, found: torch.Tensor) -> str:
     if weight.op not in ("placeholder", "get_attr") or not found.is_leaf:
         return "is computed in the graph"
     if not found.requires_grad:

@@ -23,7 +23,7 @@ MAX_DEPTH = 20
 MAX_NODES = 20_000
 
 # libyaml is about ten times faster; both give the same events.
-_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 # What libyaml says, since PyYAML 6.0.4, of brackets that it reads ahead: a thousand levels, before it tells of the first.
 _TOO_DEEP_FOR_LIBYAML = "exceeded maximum nesting depth"
 _RESOLVER = Resolver()
@@ -159,7 +159,7 @@ class _Builder:
         return self.fail(mark, f"nested deeper than {MAX_DEPTH} levels")
 
     def build(self, text: str) -> Node:
-        events = yaml.parse(text, Loader=_LOADER)
+        events = yaml.parse(text, Loader=LOADER)
         root: Node | None = None
         try:
             for event in events:

@@ -85,11 +85,11 @@ class Perf:
         else:
             if arguments:
                 raise AdvisorError("arguments are for a script", fix="Bind them: functools.partial(step, …).")
-            found = self._measure_here(step, batch, loss, optimizer, counts, device, counters, label)
+            found = self.measure_here(step, batch, loss, optimizer, counts, device, counters, label)
         self.measured.append(found)
         return found
 
-    def _measure_here(
+    def measure_here(
         self,
         step: Any,
         batch: Any,

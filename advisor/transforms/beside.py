@@ -52,14 +52,14 @@ class WeightGradientsBeside(TorchDispatchMode):
             dx = func(*args[:_MASK], [True, False, False], **kwargs)[0] if input_wanted else None
             _, dweight, dbias = self._launch(ready, func, (*args[:_MASK], [False, *others]), kwargs)
             return dx, dweight, dbias
-        touched = set(map(_memory, _tensors((args, kwargs))))
+        touched = set(map(memory_of, _tensors((args, kwargs))))
         writes = func._schema.is_mutable
         if not self._made.isdisjoint(touched):
             if not writes or touched <= self._made:
                 return self._launch(self._main.record_event(), func, args, kwargs)
             self._join()  # memory of the first stream is written there alone
         elif writes:
-            self._wait_for_readers(touched)
+            self.wait_for_readers(touched)
         return func(*args, **kwargs)
 
     @property
@@ -71,14 +71,14 @@ class WeightGradientsBeside(TorchDispatchMode):
         self._side.wait_event(ready)
         with torch.cuda.stream(self._side):
             found = func(*args, **kwargs)
-        self._made.update(map(_memory, _tensors(found)))
+        self._made.update(map(memory_of, _tensors(found)))
         self._running.append((self._side.record_event(), list(_tensors((args, kwargs)))))
         return found
 
-    def _wait_for_readers(self, memory: set[int]) -> None:
+    def wait_for_readers(self, memory: set[int]) -> None:
         """Wait for the launches that read what is about to be written in place (by a hand-written backward)."""
         for done, read in self._running:
-            if not memory.isdisjoint(map(_memory, read)):
+            if not memory.isdisjoint(map(memory_of, read)):
                 self._main.wait_event(done)
 
     def _catch_up(self) -> None:
@@ -98,7 +98,7 @@ class WeightGradientsBeside(TorchDispatchMode):
         self._join()
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 

@@ -283,7 +283,7 @@ def release(modules: Iterable[torch.nn.Module]) -> None:
             stack.forget(_captured)
 
 
-def _install(module: torch.nn.Module, families: frozenset[str], mode: str | Recording | None) -> None:
+def install(module: torch.nn.Module, families: frozenset[str], mode: str | Recording | None) -> None:
     stack = ForwardStack.of(module)
     if families or mode is not None:
         stack.set(CAPTURED, _captured)
@@ -309,27 +309,27 @@ _Settings = tuple[frozenset[str], "str | Recording | None"]
 _Change = Callable[[frozenset[str], "str | Recording | None"], _Settings]
 
 
-_limits: list[int] = []  # the script's own recompile limit, once for each change that is on, in whatever order they go
+limits: list[int] = []  # the script's own recompile limit, once for each change that is on, in whatever order they go
 
 
 def _raise_limit() -> None:
     import torch._dynamo
 
     own = torch._dynamo.config.recompile_limit
-    _limits.append(_limits[0] if _limits else own)
+    limits.append(limits[0] if limits else own)
     torch._dynamo.config.recompile_limit = max(own, _RECOMPILE_LIMIT)
 
 
 def _lower_limit() -> None:
-    own = _limits.pop()
-    if not _limits:
+    own = limits.pop()
+    if not limits:
         torch._dynamo.config.recompile_limit = own
 
 
 def _set(modules: Iterable[torch.nn.Module], on: _Change, off: _Change) -> Undo:
     def change(module: torch.nn.Module, how: _Change) -> None:
         layer = current(module)
-        _install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))
+        install(module, *how(*((layer.families, layer.mode) if layer else (frozenset(), None))))
 
     with all_or_nothing() as undo:
         _raise_limit()

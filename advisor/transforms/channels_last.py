@@ -120,7 +120,7 @@ class ChannelsLast(Transform):
             return Check(passed=None, detail="the model is compiled, and no trace was taken")
         try:
             with calls.paused():  # a replay runs no hooks
-                seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in _nhwc_inputs_seen(root)]
+                seen = [nhwc for root in training.roots if root.args or root.kwargs for nhwc in nhwc_inputs_seen(root)]
         except Exception as error:  # the forward is the script's own code
             return Check(passed=None, detail=f"the forward could not be run again ({type(error).__name__}: {error})")
         if not seen:
@@ -318,7 +318,7 @@ def _lies_in(tensor: torch.Tensor, owner: torch.Tensor) -> bool:
     )
 
 
-def _nhwc_inputs_seen(root: RootModule) -> list[bool]:
+def nhwc_inputs_seen(root: RootModule) -> list[bool]:
     """Whether each convolution of `root`, in order of execution, gets an NHWC input."""
     seen: list[bool] = []
 

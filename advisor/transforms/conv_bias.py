@@ -45,7 +45,7 @@ _calls: WeakKeyDictionary[torch.nn.Module, int] = WeakKeyDictionary()
 
 
 # Root module → its pairs as last matched: looking again at each switching would cost a forward pass.
-_found: WeakKeyDictionary[torch.nn.Module, list[_Pair]] = WeakKeyDictionary()
+found_pairs: WeakKeyDictionary[torch.nn.Module, list[Pair]] = WeakKeyDictionary()
 
 
 class ConvBiasBeforeNorm(Transform):
@@ -61,7 +61,7 @@ class ConvBiasBeforeNorm(Transform):
         for root in training.roots:
             pairs, refused = _pairs(training, root)
             if pairs:
-                _found[root.module] = pairs
+                found_pairs[root.module] = pairs
             sites += [f"{root.name}.{pair.name}" for pair in pairs]
             unmatched += [f"{root.name}.{name}: {why_not}" for name, why_not in refused.items()]
         reason = "" if sites else "; ".join(unmatched[:3]) or "no convolution has a bias"
@@ -70,9 +70,9 @@ class ConvBiasBeforeNorm(Transform):
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         pairs = []
         for root in training.roots:
-            if root.module not in _found:
-                _found[root.module] = _pairs(training, root)[0]
-            pairs += _found[root.module]
+            if root.module not in found_pairs:
+                found_pairs[root.module] = _pairs(training, root)[0]
+            pairs += found_pairs[root.module]
         with all_or_nothing() as undo:
             for pair in pairs:
                 for module, layer in ((pair.conv, pair.without_bias), (pair.norm, pair.with_whole_mean)):
@@ -93,7 +93,7 @@ class ConvBiasBeforeNorm(Transform):
 
     def release(self, training: Training) -> None:
         for root in training.roots:
-            for pair in _found.pop(root.module, []):
+            for pair in found_pairs.pop(root.module, []):
                 ForwardStack.of(pair.conv).forget(pair.without_bias)
                 ForwardStack.of(pair.norm).forget(pair.with_whole_mean)
 
@@ -117,11 +117,11 @@ def moved_bias(module: torch.nn.Module) -> torch.Tensor | None:
     """The bias, [C], that this convolution leaves out now, or that this norm puts into its running mean in its place; None of others."""
     layer = ForwardStack.of(module).get(SUBMODULE)
     pair = getattr(layer, "__self__", None)
-    return pair.conv.bias.detach() if isinstance(pair, _Pair) and pair.active() else None
+    return pair.conv.bias.detach() if isinstance(pair, Pair) and pair.active() else None
 
 
 @dataclass(slots=True, eq=False)
-class _Pair:
+class Pair:
     """A convolution and the norm that takes its output."""
 
     name: str
@@ -161,7 +161,7 @@ class _Pair:
     def give_gradient(self) -> None:
         """Give the bias a zero gradient if it has none."""
         bias = self.conv.bias
-        if bias.requires_grad and bias.grad is None and not _captured(bias):
+        if bias.requires_grad and bias.grad is None and not is_captured(bias):
             bias.grad = self.zeros.take(self)
 
 
@@ -171,10 +171,10 @@ class _Zeros:
     """
 
     def __init__(self) -> None:
-        self.pairs: list[_Pair] = []
-        self._ready: dict[_Pair, torch.Tensor] = {}
+        self.pairs: list[Pair] = []
+        self._ready: dict[Pair, torch.Tensor] = {}
 
-    def take(self, pair: _Pair) -> torch.Tensor:
+    def take(self, pair: Pair) -> torch.Tensor:
         """New zeros for this pair's bias."""
         if pair not in self._ready:
             self._ready = {one: torch.empty_like(one.conv.bias, requires_grad=False) for one in self.pairs}
@@ -187,12 +187,12 @@ def _averages_cumulatively(norm: Any) -> bool:
     return bool(norm.track_running_stats and norm.momentum is None)
 
 
-def _captured(bias: torch.Tensor) -> bool:
+def is_captured(bias: torch.Tensor) -> bool:
     """In a CUDA graph's capture it is a leaf of the graph's own, and each replay would fill once more what is zeros there."""
     return bias.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str, str]]:
+def _pairs(training: Training, root: RootModule) -> tuple[list[Pair], dict[str, str]]:
     """The convolutions of `root` whose bias can go, and why the others' cannot."""
     refused: dict[str, str] = {}
     candidates: dict[torch.nn.Module, str] = {}
@@ -219,7 +219,7 @@ def _pairs(training: Training, root: RootModule) -> tuple[list[_Pair], dict[str,
         if why_not:
             refused[candidates[conv]] = why_not
         else:
-            zeros.pairs.append(_Pair(candidates[conv], conv, uses.norm, zeros))
+            zeros.pairs.append(Pair(candidates[conv], conv, uses.norm, zeros))
     return zeros.pairs, refused
 
 

@@ -66,7 +66,7 @@ class CpuAffinity(Transform):
         return None if now == given else ((f"cores {cores.text(given)} → {cores.text(now)}",), ())
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        near, now = cores.of_node(_address(training.device), Bound.cores()), os.sched_getaffinity(0)
+        near, now = cores.of_node(address_of(training.device), Bound.cores()), os.sched_getaffinity(0)
         return Check(
             passed=now <= near and now != Bound.cores(),
             detail=f"on cores {cores.text(now)}, of {cores.text(near)} beside the GPU",
@@ -86,11 +86,11 @@ class Bound:
 
 def _wanted(device: torch.device, parameters: Mapping[str, str]) -> set[int]:
     find = cores.of_share if parameters.get("cores") == SHARE else cores.of_node
-    address = _address(device)
+    address = address_of(device)
     return find(address, Bound.cores()) if address else set()
 
 
-def _address(device: torch.device) -> str:
+def address_of(device: torch.device) -> str:
     """The GPU's in PCI, "" where neither torch nor NVML tells it."""
     known: Any = torch.cuda.get_device_properties(device)
     if hasattr(known, "pci_domain_id"):  # from torch 2.9 on

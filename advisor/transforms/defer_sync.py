@@ -35,7 +35,7 @@ from advisor.transforms.scalar_flow import Flow, analyse
 from advisor.transforms.source import Resolve, called, of_frame, own, own_nodes, scope_of
 
 counts = {"deferred": 0, "waited": 0}  # calls, and waits until transforms/deferred.py had begun to count them
-_lines: set[str] = set()  # "file:line" of what is deferred now
+deferred_lines: set[str] = set()  # "file:line" of what is deferred now
 
 
 class DeferSync(Transform):
@@ -46,14 +46,14 @@ class DeferSync(Transform):
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if training.device.type != "cuda":
             return Match(applies=False, reason="scalars are on the host already")
-        plans = _plans(sys._getframe(1))
+        plans = plans_for(sys._getframe(1))
         sites = tuple(f"{plan.file}:{line}" for plan in plans for line in sorted(plan.calls))
         unmatched = tuple(f"{plan.file}:{line}: {why}" for plan in plans for line, why in sorted(plan.refused.items()))
         reason = "" if sites else "; ".join(unmatched[:3]) or "no .item() call in the functions that run the step"
         return Match(applies=bool(sites), reason=reason, sites=sites, unmatched=unmatched)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        plans = _plans(sys._getframe(1))
+        plans = plans_for(sys._getframe(1))
         sites = {(plan.code, line): plan.callers for plan in plans for line in plan.sites}
         lazy = {(plan.code, line) for plan in plans for line in plan.lazy}
         device_type = training.device.type
@@ -89,8 +89,8 @@ class DeferSync(Transform):
             undo.push(lambda: [Deferred.guards.pop(guard, None) for guard in guards])
             Deferred.guards.update(guards)
             here = {f"{code.co_filename}:{line}" for code, line in sites}
-            undo.push(lambda: _lines.difference_update(here))
-            _lines.update(here)
+            undo.push(lambda: deferred_lines.difference_update(here))
+            deferred_lines.update(here)
             undo.push(lambda: Deferred.lazy.difference_update(lazy))
             Deferred.lazy.update(lazy)
             replace_attribute(undo, torch.Tensor, "item", item)
@@ -102,10 +102,12 @@ class DeferSync(Transform):
             return Check(passed=False, detail="no .item() call was deferred")
         numbers = {"deferred": float(count), "waited": float(waited)}
         # Of the lines that defer, where the trace knows them: in a step that prints, other lines wait, and for more than one number.
-        if before is None or after is None or not any(site.source in _lines for site in before.syncs):
+        if before is None or after is None or not any(site.source in deferred_lines for site in before.syncs):
             detail = f"{count} reads were deferred, {waited} of them waited for before they had come"
             return Check(passed=2 * waited <= count, detail=detail, numbers=numbers)
-        waits = [sum(site.calls for site in profile.syncs if site.source in _lines) for profile in (before, after)]
+        waits = [
+            sum(site.calls for site in profile.syncs if site.source in deferred_lines) for profile in (before, after)
+        ]
         numbers |= {"waits_before": waits[0], "waits_after": waits[1]}
         return Check(
             passed=waits[1] < waits[0], detail=f"host waits a step: {waits[0]:g} → {waits[1]:g}", numbers=numbers
@@ -150,7 +152,7 @@ class _Plan:
         return self.code.co_filename
 
 
-def _plans(frame: FrameType | None) -> list[_Plan]:
+def plans_for(frame: FrameType | None) -> list[_Plan]:
     """Plans for the functions of the script on the stack, those that run the training step, and for those that they call."""
     found: dict[CodeType, _Plan] = {}
     taken: dict[CodeType, tuple[ast.Call, ...]] = {}  # calls in a function that give it a deferred value

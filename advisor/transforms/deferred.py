@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 
 # Arithmetic written down before it is done, at most: then the oldest is waited for, which bounds memory and recursion.
-_DEEPEST = 64
+DEEPEST = 64
 
 _MOST_ASKED = 8  # steps without an update (accumulated gradients) before a number that passes for finite is waited for
 
@@ -263,14 +263,14 @@ def defer(tensor: torch.Tensor) -> Deferred | None:
     if Across.ranks is not None:
         tensor = Across.ranks(tensor)
     # What has come by now need not hold its place in pinned memory: a list may keep the numbers of an epoch.
-    while _coming and ((oldest := _coming[0]()) is None or oldest._settle(wait=False)):
-        _coming.popleft()
+    while coming and ((oldest := coming[0]()) is None or oldest._settle(wait=False)):
+        coming.popleft()
     number = Deferred(kind, write=HostWrite(tensor))
-    _coming.append(ref(number))
+    coming.append(ref(number))
     return number
 
 
-_coming: deque[ref[Deferred]] = deque()
+coming: deque[ref[Deferred]] = deque()
 _waits = [0]
 
 
@@ -311,7 +311,7 @@ def _combine(function: Callable[[Any, Any], Any], left: Any, right: Any) -> Any:
         if (frame.f_code, frame.f_lineno) in Deferred.lazy:
             for side in (left, right):
                 if type(side) is Deferred:
-                    side._settle(wait=side._depth >= _DEEPEST)
+                    side._settle(wait=side._depth >= DEEPEST)
             return Deferred(_kind(function, left, right), function=function, left=left, right=right)
     return function(plain(left), plain(right))
 

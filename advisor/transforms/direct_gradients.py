@@ -29,7 +29,7 @@ from advisor.transforms.patch import replace_attribute
 _ENGINE = "_engine_run_backward"  # what both autograd.grad and autograd.backward call
 _MARK = "advisor: seen"
 # Forwards between two looks at who holds a parameter's AccumulateGrad, and those after which it counts as watched.
-_ASKED_EVERY, _PATIENCE = 8, 256
+ASKED_EVERY, PATIENCE = 8, 256
 
 
 def available() -> bool:
@@ -137,10 +137,10 @@ class ParameterGradients:
 
     def direct(self) -> bool:
         """Before a forward: whether it goes without edges to the parameters."""
-        if self.watched is None and self._tried and (self._tried - 1) % _ASKED_EVERY == 0:
+        if self.watched is None and self._tried and (self._tried - 1) % ASKED_EVERY == 0:
             if not any(_accumulator_is_held(parameter) for parameter, _ in self._pairs):
                 self.watched = False
-            elif self._tried > _PATIENCE:
+            elif self._tried > PATIENCE:
                 self.watched = True
         self._tried += 1
         return not self.watched and not self._hooked()

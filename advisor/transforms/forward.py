@@ -292,12 +292,12 @@ class ForwardStack:
         _watch_replicas(self._installed)
 
 
-_replicate = torch.nn.Module._replicate_for_data_parallel
+replicate = torch.nn.Module._replicate_for_data_parallel
 
 
 def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
     """A DataParallel replica copies the instance dictionary; a layered forward in it would use the original's parameters."""
-    replica: torch.nn.Module = _replicate(module)  # type: ignore[no-untyped-call]  # torch's own, without types
+    replica: torch.nn.Module = replicate(module)  # type: ignore[no-untyped-call]  # torch's own, without types
     if isinstance(module.__dict__.get("forward"), InstalledForward):
         replica.__dict__ = ForwardStack.of(module).plain_state(replica.__dict__)
     return replica
@@ -306,10 +306,10 @@ def _plain_replica(module: torch.nn.Module) -> torch.nn.Module:
 def _watch_replicas(installed: WeakSet[torch.nn.Module]) -> None:
     current = torch.nn.Module._replicate_for_data_parallel
     any_left = any(True for _ in installed)  # not by its length, which a module that is just going counts for
-    if any_left and current is _replicate:
+    if any_left and current is replicate:
         torch.nn.Module._replicate_for_data_parallel = _plain_replica  # type: ignore[method-assign]  # put back
     elif not any_left and current is _plain_replica:
-        torch.nn.Module._replicate_for_data_parallel = _replicate  # type: ignore[method-assign]  # replaced while a root has layers
+        torch.nn.Module._replicate_for_data_parallel = replicate  # type: ignore[method-assign]  # replaced while a root has layers
 
 
 _L = TypeVar("_L")  # a class of layers

@@ -213,7 +213,7 @@ def _counted(
     ]
 
 
-def _to_host(steps: list[torch.Tensor]) -> list[torch.Tensor]:
+def moved_to_host(steps: list[torch.Tensor]) -> list[torch.Tensor]:
     """Zero-dimensional copies on the host, in one transfer for each device and dtype."""
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, step in enumerate(steps):
@@ -229,7 +229,7 @@ def _to_host(steps: list[torch.Tensor]) -> list[torch.Tensor]:
 def _move_steps(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
     if to_host:
         hosted = _hosted_steps(optimizer)
-        for (state, _), step in zip(hosted, _to_host([state["step"] for state, _ in hosted]), strict=True):
+        for (state, _), step in zip(hosted, moved_to_host([state["step"] for state, _ in hosted]), strict=True):
             state["step"] = step
         for state, _ in _counted(optimizer, optimizer.param_groups):
             state["step"] = state["step"].to(torch.promote_types(torch.get_default_dtype(), torch.float32))
@@ -242,5 +242,5 @@ def _move_steps(optimizer: torch.optim.Optimizer, *, to_host: bool) -> None:
 def _state_with_host_steps(optimizer: torch.optim.Optimizer, state: dict[Any, Any]) -> dict[Any, Any]:
     hosted = {id(entry) for entry, _ in _hosted_steps(optimizer)}
     keys = [key for key, entry in state.items() if id(entry) in hosted and entry["step"].device.type != "cpu"]
-    steps = _to_host([state[key]["step"] for key in keys])
+    steps = moved_to_host([state[key]["step"] for key in keys])
     return {**state, **{key: {**state[key], "step": step} for key, step in zip(keys, steps, strict=True)}}

@@ -180,7 +180,7 @@ def _to(images: NormalisedImages, *args: Any, **kwargs: Any) -> Any:
         return NotImplemented
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format, torch.channels_last):
         return NotImplemented
-    return _moved(images, device, dtype or torch.float32, non_blocking, memory_format)
+    return moved_batch(images, device, dtype or torch.float32, non_blocking, memory_format)
 
 
 def _cuda(images: NormalisedImages, device: Any = None, non_blocking: bool = False, memory_format: Any = None) -> Any:
@@ -189,7 +189,7 @@ def _cuda(images: NormalisedImages, device: Any = None, non_blocking: bool = Fal
     return _to(images, target, non_blocking=non_blocking, memory_format=memory_format)
 
 
-def _moved(
+def moved_batch(
     images: NormalisedImages, device: torch.device, dtype: torch.dtype, non_blocking: bool, memory_format: Any
 ) -> Any:
     if images.pixels.dim() != 4 or not dtype.is_floating_point:

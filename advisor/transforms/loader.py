@@ -38,7 +38,7 @@ except ImportError:  # Windows, which has no fork either
     fcntl = None  # type: ignore[assignment]  # a module elsewhere
 
 _DESCRIPTORS = "/proc/self/fd"
-_PATIENCE_S = 30.0  # for reading two items; what a fork has left locked for good takes longer
+PATIENCE_S = 30.0  # for reading two items; what a fork has left locked for good takes longer
 _CONTAINERS = (list, tuple, dict, set, deque)
 _FEW = 100  # a container of so many is looked into: it may hold a cache for each of something
 
@@ -78,7 +78,7 @@ def probe(loader: DataLoader[Any], *, collated: bool = False) -> Item:
     files = _open_files()
     known = _found.setdefault(loader, {})
     if collated not in known or known[collated][0] != files:
-        known[collated] = files, _in_a_fork(functools.partial(_read, loader, collated))
+        known[collated] = files, in_a_fork(functools.partial(_read, loader, collated))
     return known[collated][1]
 
 
@@ -135,7 +135,7 @@ def _first_and_last(dataset: Any) -> Iterable[int]:
         return (0,)
 
 
-def _in_a_fork(read: Callable[[], Item]) -> Item:
+def in_a_fork(read: Callable[[], Item]) -> Item:
     """What `read` returns in a copy of this process, which runs no exit handlers and is ended after `_PATIENCE_S`.
 
     CUDA cannot be used in it: reading that does raises there, as it would in a worker.
@@ -155,7 +155,7 @@ def _in_a_fork(read: Callable[[], Item]) -> Item:
     answer, come = b"", select.poll()
     come.register(receiving, select.POLLIN)
     try:
-        if come.poll(_PATIENCE_S * 1000):
+        if come.poll(PATIENCE_S * 1000):
             answer = os.read(receiving, select.PIPE_BUF)
     finally:
         os.close(receiving)

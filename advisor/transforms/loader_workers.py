@@ -170,25 +170,25 @@ def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]
         return "it reads through a file that is open already, whose position workers would share"
     if item.keeps:
         return f"it keeps something from item to item, in `{item.keeps}`, which workers would lose"
-    if not _forks(loader):
+    if not forks(loader):
         try:
             pickle.dumps((loader.dataset, loader.collate_fn, loader.worker_init_fn))
         except Exception as error:  # of Python's, or of the script's own __getstate__
             return f"workers are not forked, and it cannot be pickled for them: {error}".splitlines()[0]
     ahead = wanted * int(parameters.get("prefetch_factor", _PREFETCH))
     needed = item.bytes * (loader.batch_size or 1) * ahead
-    free = _shared_memory_bytes()
+    free = shared_memory_bytes()
     if free is not None and needed > free:
         return f"its batches need {bytes_text(needed)} of shared memory, {bytes_text(free)} are free"
     return ""
 
 
-def _forks(loader: DataLoader[Any]) -> bool:
+def forks(loader: DataLoader[Any]) -> bool:
     context: Any = loader.multiprocessing_context or multiprocessing
     return bool(context.get_start_method() == "fork")
 
 
-def _shared_memory_bytes() -> int | None:
+def shared_memory_bytes() -> int | None:
     try:
         status = os.statvfs("/dev/shm")
     except (OSError, AttributeError):

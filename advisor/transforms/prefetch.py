@@ -264,7 +264,7 @@ class _Ahead:
         @functools.wraps(plain)
         def to(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
             if id(self_) in self.current:
-                ready = self._claim(self_, _target(args, kwargs))
+                ready = self._claim(self_, target_of(args, kwargs))
                 if ready is not None:
                     self_ = ready  # further conversions go on from the copy
             return plain(self_, *args, **kwargs)
@@ -311,7 +311,7 @@ def _cuda(device: Any) -> torch.device:
     return torch.device("cuda" if device is None else device)
 
 
-def _target(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+def target_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """The device that `Tensor.to` was asked for, or None."""
     wanted = kwargs.get("device", args[0] if args else kwargs.get("other"))
     if isinstance(wanted, torch.Tensor):

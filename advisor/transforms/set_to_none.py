@@ -51,7 +51,7 @@ class SetToNone(Transform):
             return Match(applies=False, reason="gradients are not zeroed in place")
         if training.updates_compiled:
             return Match(applies=False, reason=UPDATES_COMPILED)
-        readers = _grad_readers(training)
+        readers = grad_readers(training)
         if readers:
             return Match(
                 applies=False, reason=f"the script reads .grad itself ({readers[0]})", unmatched=tuple(readers)
@@ -124,7 +124,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _grad_readers(training: Training) -> list[str]:
+def grad_readers(training: Training) -> list[str]:
     """`file:line` of each place in the files of the script, of its models and of what runs the step that reads a `.grad` attribute."""
     files = {getattr(sys.modules.get("__main__"), "__file__", None)}
     files |= {_file_of(type(root.module)) for root in training.roots}

@@ -44,14 +44,14 @@ class Tf32(Transform):
             return Match(applies=False, reason="NVIDIA_TF32_OVERRIDE=0 in the environment rules it out")
         if not any(parameter.dtype == torch.float32 for parameter in parameters_of(training)):
             return Match(applies=False, reason="no parameter is fp32")
-        off = _switched_off()
+        off = switched_off()
         if not off:
             return Match(applies=False, reason="TF32 is already allowed for convolutions and matrix products")
         return Match(applies=True, sites=tuple(off))
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         with all_or_nothing() as undo:
-            off = _switched_off()
+            off = switched_off()
             if "matrix products" in off:
                 _set(undo, _MATMUL, on=True)
             if "convolutions" in off:
@@ -59,7 +59,7 @@ class Tf32(Transform):
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        off = _switched_off()
+        off = switched_off()
         if off:
             return Check(passed=False, detail=f"TF32 is still off for {' and '.join(off)}")
         if before is None or after is None:
@@ -77,7 +77,7 @@ class Tf32(Transform):
         )
 
 
-def _new_interface() -> bool:
+def new_interface() -> bool:
     return hasattr(torch._C, "_get_fp32_precision_getter")
 
 
@@ -87,7 +87,7 @@ def _precision(operation: str) -> str:
 
 def settings() -> tuple[object, ...]:
     """The TF32 flags in force, whichever interface they were set by: equal tuples mean equal flags."""
-    if _new_interface():
+    if new_interface():
         return _precision("conv"), _precision("matmul")
     return _legacy_cudnn(), _legacy_matmul()
 
@@ -107,8 +107,8 @@ def _legacy_cudnn() -> bool | None:
     return _readable(torch._C._get_cudnn_allow_tf32)
 
 
-def _switched_off() -> list[str]:
-    if _new_interface():
+def switched_off() -> list[str]:
+    if new_interface():
         state = {"convolutions": _precision("conv") == "tf32", "matrix products": _precision("matmul") == "tf32"}
     else:
         state = {"convolutions": bool(_legacy_cudnn()), "matrix products": bool(_legacy_matmul())}
@@ -129,7 +129,7 @@ def forbid() -> Undo:
 
 def _set(undo: Undo, flag: _Flag, *, on: bool) -> None:
     operations, legacy, set_legacy = flag
-    newer = {operation: _precision(operation) for operation in operations} if _new_interface() else {}
+    newer = {operation: _precision(operation) for operation in operations} if new_interface() else {}
     old = legacy()
 
     def put_back() -> None:

@@ -63,7 +63,7 @@ class Uint8Batches(Transform):
 
         @functools.wraps(plain)
         def get_iterator(self: DataLoader[Any]) -> Any:
-            if not active or not torch.is_grad_enabled() or not _on_gpu(training) or _why_not(self):
+            if not active or not torch.is_grad_enabled() or not on_gpu(training) or _why_not(self):
                 return plain(self)
             leave_workers_no_garbage(self)
             with _bytes_kept(self):
@@ -103,7 +103,7 @@ def _sent(profile: StepProfile) -> float:
     return sum(copy.bytes for copy in profile.copies if copy.kind == "h2d")
 
 
-def _on_gpu(training: Training) -> bool:
+def on_gpu(training: Training) -> bool:
     """Before the first step the training's device is not known; a model is on its GPU by then."""
     return training.device.type == "cuda" or bool(torch.cuda.is_initialized())
 

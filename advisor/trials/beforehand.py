@@ -33,11 +33,11 @@ def compile_ahead(machine: Environment) -> subprocess.Popen[bytes] | None:
         return None
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process.pid, 19)
-    atexit.register(_end, process)
+    atexit.register(end, process)
     return process
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)

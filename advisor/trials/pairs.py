@@ -18,7 +18,7 @@ from advisor.trials.statistics import PROCESS_STAGES, Decision, decide
 
 
 @dataclass(slots=True, eq=False)
-class _Pairs:
+class PairsOfRuns:
     """Runs without the candidate and with it; pair i is (off[i], on[i])."""
 
     off: list[Measurement] = field(default_factory=list)
@@ -45,7 +45,7 @@ def try_in_pairs(
     Args:
         until: `time.time()` at which no further pair begins.
     """
-    pairs = _Pairs()
+    pairs = PairsOfRuns()
     found = _decided(runs, candidate, kept, pairs, min_gain=min_gain, max_pairs=max_pairs, until=until)
     if found is None:
         return None
@@ -81,7 +81,7 @@ def _decided(
     runs: FreshRuns,
     candidate: Recommendation,
     kept: Sequence[PlanItem],
-    pairs: _Pairs,
+    pairs: PairsOfRuns,
     *,
     min_gain: float,
     max_pairs: int,

@@ -87,7 +87,7 @@ def _fitting(command: ScriptCommand, path: Path, plan: Plan, strict: bool, say: 
     """
     kept = tuple(item for item in plan.items if item.status == Status.KEPT)
     own_kernels = tuple(item for item in kept if item.transform in _OWN_KERNELS)
-    now = planfile.hashes_here(command.name, environment=_environment_text())
+    now = planfile.hashes_here(command.name, environment=environment_text())
     changed = planfile.mismatches(plan, command.name, now, uses_kernels=bool(own_kernels))
     if changed and strict:
         raise AdvisorError(
@@ -121,7 +121,7 @@ def _tell_end(events: set[object], fault: str, say: Say) -> None:
         )
 
 
-def _environment_text() -> str:
+def environment_text() -> str:
     try:
         return planfile.environment_text(environment.probe())
     except AdvisorError:

@@ -119,7 +119,7 @@ def copy(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None
     temporary = os.fspath(target) + PART
     found = os.lstat(source)
     try:
-        if not (stat.S_ISREG(found.st_mode) and found.st_size >= _CLONED_FROM and _cloned(source, temporary)):
+        if not (stat.S_ISREG(found.st_mode) and found.st_size >= _CLONED_FROM and cloned(source, temporary)):
             _check_room(source, temporary, found)
             shutil.copy2(source, temporary, follow_symlinks=False)
         with contextlib.suppress(OSError, AttributeError):  # of another user's file, or not on Windows
@@ -138,7 +138,7 @@ def write_back(aside: Path, path: str) -> None:
     os.unlink(aside)
 
 
-def _cloned(source: str | os.PathLike[str], target: str) -> bool:
+def cloned(source: str | os.PathLike[str], target: str) -> bool:
     try:
         from fcntl import ioctl
 

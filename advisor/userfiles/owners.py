@@ -17,9 +17,9 @@ from advisor.userfiles import journal
 OWNERS, TOKEN = "owners", "token"
 _FORGOTTEN_S = 90 * 24 * 3600.0  # a run that nobody has asked about for a quarter of a year
 # What the script has left running, once its own process has ended: time to end by itself, then when asked to.
-_LEAVES_S, _ASKED_S = 2.0, 5.0
+LEAVES_S, ASKED_S = 2.0, 5.0
 
-_seen: tuple[tuple[Path, int], list[Path]] | None = (
+last_seen: tuple[tuple[Path, int], list[Path]] | None = (
     None  # the folder of notes as it was, and the run folders noted there
 )
 
@@ -70,13 +70,16 @@ def vouched(run_dir: Path) -> bool:
 
 def noted() -> Sequence[Path]:
     """Run folders of this user's on this machine, wherever they are; some may be gone."""
-    global _seen
+    global last_seen
     try:
         folder = cache_dir() / "searches"
         state = folder, folder.stat().st_mtime_ns
-        if _seen is None or _seen[0] != state:
-            _seen = state, [run_dir for note in sorted(folder.iterdir()) if (run_dir := _folder_here(note)) is not None]
-        return _seen[1]
+        if last_seen is None or last_seen[0] != state:
+            last_seen = (
+                state,
+                [run_dir for note in sorted(folder.iterdir()) if (run_dir := _folder_here(note)) is not None],
+            )
+        return last_seen[1]
     except OSError:
         return []
 
@@ -114,7 +117,7 @@ def end(run_dir: Path) -> None:
     """
     if not started(os.getpid()):
         return  # without /proc a number may be another process's by now
-    for number, patience_s in ((None, _LEAVES_S), (signal.SIGTERM, _ASKED_S), (signal.SIGKILL, _ASKED_S)):
+    for number, patience_s in ((None, LEAVES_S), (signal.SIGTERM, ASKED_S), (signal.SIGKILL, ASKED_S)):
         if number is not None:
             for pid in _others(run_dir):
                 with contextlib.suppress(OSError):

@@ -445,7 +445,7 @@ def emulated_boxes(
     n, c, h, w = x.shape
     if 2 * channels not in (64, 128):
         raise EmulationError(f"no swizzle is of lines of {2 * channels} bytes")
-    for made_of in tensor_map._descriptions(n, c, h, w, channels, columns, rows, groups, tuple(parts), step):
+    for made_of in tensor_map.descriptions(n, c, h, w, channels, columns, rows, groups, tuple(parts), step):
         if reason := _refused(torch.Tensor.data_ptr(x), made_of):
             raise EmulationError(reason)
     words = np.zeros((len(parts), 32), dtype=np.int32)

@@ -458,7 +458,7 @@ def test_a_script_that_has_no_steps_is_ended_with_the_reason(
     write(tmp_path, "", "cupy.py")
     write(tmp_path, script + FOR_EVER)
     if limit_s:  # torch's import is not what is waited for
-        monkeypatch.setattr(Waiting, "_nothing_left", after_stage(Stage.TORCH, Waiting._nothing_left))
+        monkeypatch.setattr(Waiting, "nothing_left", after_stage(Stage.TORCH, Waiting.nothing_left))
     ended, _, _ = run(tmp_path, "train.py", first_step_s=limit_s, on_progress=told.append)
     assert reason in ended.gave_up
     assert (ended.code, ended.reached, ended.fault) == (143, reached, "")

@@ -681,7 +681,7 @@ def test_flat_passes_are_right_however_many_vectors_a_thread_has(
     )
     named = {case.label.removeprefix("bias+"): case for case in family.verification}
     setting = tune.Setting(family, {"FLAT_THREADS": threads, "FLAT_UNROLL": unroll})
-    assert [tune._wrong(family, named[label], setting) for label in labels] == ["", "", ""]
+    assert [tune.what_is_wrong(family, named[label], setting) for label in labels] == ["", "", ""]
 
 
 @given(vectors=st.integers(1, 10_000_000), unroll=st.sampled_from((1, 2, 4)))

@@ -135,16 +135,16 @@ class Planting:
         generator = verify.seeded("cpu", 3)
         self.case, self.arguments = case, case.inputs(generator, case.shape[0])
         with torch.no_grad():
-            like = verify.tensors(case.eager(*verify._copies(self.arguments, wide=False)))
+            like = verify.tensors(case.eager(*verify.copies(self.arguments, wide=False)))
         self.above = verify.upstream(case, self.arguments, like, generator)
         self.clean = self._theirs(self.arguments, self.above)
 
     def _theirs(self, arguments: Sequence[Any], above: Sequence[torch.Tensor]) -> list[verify.Result]:
         """PyTorch's own, and the definition."""
-        wide = verify._copies(arguments, wide=True)
+        wide = verify.copies(arguments, wide=True)
         with pytest.MonkeyPatch.context() as patch:
             patch.setitem(reference._ACTIVATIONS, "hardswish", _Hardswish.apply)
-            definition = verify._run(self.case, self.case.reference, wide, [dy.double() for dy in above])
+            definition = verify.run_with(self.case, self.case.reference, wide, [dy.double() for dy in above])
         return [verify.run(self.case, self.case.eager, arguments, above), definition]
 
     def places(self) -> dict[int, torch.Tensor]:
@@ -165,7 +165,7 @@ class Planting:
         output = self.clean[1].outputs[number]
         steady = torch.ones_like(output, dtype=torch.bool)
         if self.case.steady is not None:
-            masks = verify.tensors(self.case.steady(*verify._copies(self.arguments, wide=True)))
+            masks = verify.tensors(self.case.steady(*verify.copies(self.arguments, wide=True)))
             steady = masks[number] if number < len(masks) else steady
         found = [((output == value) & steady).nonzero() for value in (0.0, 6.0)]
         spots = [tuple(int(i) for i in places[len(places) // 2]) for places in found if len(places)]
@@ -195,7 +195,7 @@ class Planting:
     def wrong(self, place: int, value: float, spot: tuple[int, ...] | None = None) -> str:
         """What is wrong with the kernels' results where `value` stands in this place; empty for nothing."""
         case, above = self.case, [dy.clone() for dy in self.above]
-        arguments = list(verify._copies(self.arguments, wide=False))
+        arguments = list(verify.copies(self.arguments, wide=False))
         tensor = [*arguments, *above][place]
         with torch.no_grad():
             tensor[self._spot(place, tensor) if spot is None else spot] = value

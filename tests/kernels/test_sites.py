@@ -185,10 +185,10 @@ def test_what_a_recording_does_not_fit_runs_in_python_and_is_recorded_too(emulat
 
 def test_after_so_many_recordings_a_site_goes_on_in_python(emulated) -> None:
     site = install.site(pooling.global_avg_pool2d)
-    for n in range(1, install._MOST_KNOWN + 4):
+    for n in range(1, install.MOST_KNOWN + 4):
         x = image(n, 8, 4, 4)
         torch.testing.assert_close(site(x), x.mean((2, 3), keepdim=True))
-    assert install.recorded["global_avg_pool2d"] == install._MOST_KNOWN
+    assert install.recorded["global_avg_pool2d"] == install.MOST_KNOWN
 
 
 REPLAYED = [
@@ -244,9 +244,9 @@ class Watching(TorchDispatchMode):
 def test_while_somebody_watches_nothing_is_recorded_or_replayed(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     site, x = install.site(pooling.global_avg_pool2d), image(2, 8, 4, 4)
     with Watching():
-        for _ in range(install._MOST_KNOWN + 2):
+        for _ in range(install.MOST_KNOWN + 2):
             site(x)
-    for _ in range(install._MOST_REFUSED + 2):
+    for _ in range(install.MOST_REFUSED + 2):
         torch.func.vmap(lambda one: site(one.unsqueeze(0)))(x)
     assert not install.recorded
     assert not install.refused
@@ -719,7 +719,7 @@ class Driver:
     def _asked(self, config: int, function: int, arguments: int, extra: int | None) -> int:
         places = (ctypes.c_void_p * len(self.sizes)).from_address(arguments)
         values = [ctypes.string_at(place, size) for place, size in zip(places, self.sizes, strict=True)]
-        found = cuda_driver._CONFIG.unpack(ctypes.string_at(config, cuda_driver._CONFIG.size))
+        found = cuda_driver.CONFIG.unpack(ctypes.string_at(config, cuda_driver.CONFIG.size))
         self.launched.append({"config": found, "function": function, "values": values, "extra": extra})
         return self.statuses.pop(0) if len(self.statuses) > 1 else self.statuses[0]
 
@@ -813,7 +813,7 @@ def test_a_tensor_map_is_made_of_where_the_tensor_lies_now(emulated, monkeypatch
 
 
 def test_a_refused_launch_says_what_the_driver_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_driver, "_reason", lambda status: f"status {status}")
+    monkeypatch.setattr(cuda_driver, "reason", lambda status: f"status {status}")
     kernel = cuda_driver.Kernel.__new__(cuda_driver.Kernel)
     kernel.name = "some_kernel"
     with pytest.raises(AdvisorError, match="refuses to launch some_kernel: status 3"):
@@ -842,4 +842,4 @@ def test_counters_may_grow_in_another_thread_while_a_recording_reads_them() -> N
             counter["theirs"] += 1  # Python runs here, and so may any thread
             return 0
 
-    assert recording._more({0: (counter, Before())}) == [(counter, "mine")]
+    assert recording.more({0: (counter, Before())}) == [(counter, "mine")]

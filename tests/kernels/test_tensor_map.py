@@ -26,8 +26,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         ctypes.memset(at.value, 7, 128)
         return 0 if rest[3][0] else 1
 
-    monkeypatch.setattr(tensor_map, "_encode", lambda: encode)
-    tensor_map._boxes.cache_clear()
+    monkeypatch.setattr(tensor_map, "encode", lambda: encode)
+    tensor_map.boxes_of.cache_clear()
     return calls
 
 
@@ -69,7 +69,7 @@ def test_a_map_that_the_driver_refuses_is_told(asked: list[Any]) -> None:
 
 
 def test_without_such_a_driver_pytorchs_own_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_map, "_encode", lambda: None)
+    monkeypatch.setattr(tensor_map, "encode", lambda: None)
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     x = torch.zeros(1, 4, 4, 64, dtype=torch.bfloat16).permute(0, 3, 1, 2)
@@ -89,7 +89,7 @@ def test_a_compiler_that_takes_no_two_architectures_is_not_asked(
 ) -> None:
     cuda = types.SimpleNamespace(nvrtc=types.SimpleNamespace(getVersion=lambda: version))
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda))
-    monkeypatch.setattr(tensor_map, "_encode", lambda: object())
+    monkeypatch.setattr(tensor_map, "encode", lambda: object())
     monkeypatch.setattr(nvrtc, "on_device", lambda tensor: "")
     monkeypatch.setattr(nvrtc, "arch", lambda device: 90)
     nvrtc.refused.cache_clear()

@@ -34,7 +34,7 @@ def suite(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs the suite in `test_made_up.py` with these flags, in this process or `apart`."""
     from advisor.testing.perf import Perf
 
-    monkeypatch.setattr(Perf, "_measure_here", made_up)
+    monkeypatch.setattr(Perf, "measure_here", made_up)
 
     def run(*flags: str, tests: str = "", apart: bool = False) -> pytest.RunResult:
         if tests:

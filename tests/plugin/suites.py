@@ -21,7 +21,7 @@ Run = Callable[..., pytest.RunResult]
 
 
 def made_up(self: Any, step: int, *rest: Any) -> Measured:
-    """In place of `Perf._measure_here`: a step on a GPU with `step` calls of an addition, and nothing else that varies."""
+    """In place of `Perf.measure_here`: a step on a GPU with `step` calls of an addition, and nothing else that varies."""
     profile = gpu_profile.changed(kernels=(gpu_profile.CONV, replace(gpu_profile.ADD, calls=float(step))))
     if os.environ.get("SLOWER") and profile.step_us is not None:
         profile = replace(profile, step_us=replace(profile.step_us, median=2000.0))
@@ -40,7 +40,7 @@ sys.path[:0] = {paths!r}
 import suites
 from advisor.testing.perf import Perf
 
-Perf._measure_here = suites.made_up
+Perf.measure_here = suites.made_up
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish():

@@ -91,7 +91,7 @@ def loop_of(tmp_path, standing=()):
 
 
 def test_it_is_wanted_once_for_what_is_on_and_where_there_are_cores(tmp_path, monkeypatch):
-    monkeypatch.setattr(CompiledBeside, "_start", lambda self: None)
+    monkeypatch.setattr(CompiledBeside, "start", lambda self: None)
     loop = loop_of(tmp_path)
     assert not CompiledBeside(loop, cores=LEAST_CORES - 1).wanted(COMPILE)
     ours = CompiledBeside(loop, cores=LEAST_CORES)
@@ -110,7 +110,7 @@ def test_it_is_wanted_once_for_what_is_on_and_where_there_are_cores(tmp_path, mo
 
 
 def test_the_process_gets_the_graphs_and_ends_with_the_search(tmp_path, monkeypatch):
-    monkeypatch.setattr(beside, "_START", "import sys, time; time.sleep(600)")
+    monkeypatch.setattr(beside, "START", "import sys, time; time.sleep(600)")
     loop = loop_of(tmp_path)
     ours = CompiledBeside(loop, cores=LEAST_CORES)
     steps = ours.begin(COMPILE)

@@ -16,9 +16,9 @@ from advisor.ops.sites import native
 
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
-    native._loaded.cache_clear()
+    native.load.cache_clear()
     yield
-    native._loaded.cache_clear()
+    native.load.cache_clear()
 
 
 def compiler(folder: Path, script: str) -> str:
@@ -79,8 +79,8 @@ def test_what_it_makes_is_loaded_and_found_again(monkeypatch: pytest.MonkeyPatch
     """Of a compiler that copies what a real one has made before."""
     if native.unavailable():
         pytest.skip(native.unavailable())
-    made = native._built(native._compiler())
-    native._loaded.cache_clear()
+    made = native.built(native.find_compiler())
+    native.load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     copying = compiler(tmp_path, f'echo once >> {tmp_path}/calls; for last; do :; done; cp {made} "$last"')
     monkeypatch.setenv("CXX", copying)
@@ -88,7 +88,7 @@ def test_what_it_makes_is_loaded_and_found_again(monkeypatch: pytest.MonkeyPatch
     for _ in range(2):
         assert native.unavailable() == ""
         assert not native.pending()
-        native._loaded.cache_clear()
+        native.load.cache_clear()
     assert (tmp_path / "calls").read_text() == "once\n"
 
 

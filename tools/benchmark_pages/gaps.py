@@ -20,7 +20,7 @@ FULL = 0.75  # of a unit's peak, while SMs have work: an addition of large tenso
 IDLE = 0.1  # of the time, from which on SMs without work are told
 NOT_COUNTED = "no counters on file"
 
-_TEXT = f"""## Goals
+TEXT = f"""## Goals
 
 The share of the limit (limit ÷ ours) that kernels should reach in {DTYPE}, NHWC, on tensors of {LARGE_BYTES / 1e6:.0f} MB and more,
 where they are dispatched. Then come the cases below it, the largest gap first, with the share of each unit's peak that our kernels used:
@@ -60,7 +60,7 @@ def places(goal: Goal, way: str, families: Iterable[tuple[Family, Measured]]) ->
 def section(families: Sequence[tuple[Family, Measured]]) -> str:
     """In Markdown: a line a goal and pass, and one for each case that is short of its goal."""
     lines = [
-        _TEXT,
+        TEXT,
         "| operation | pass | goal | cases | reach it | limit ÷ ours, median | least |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]

@@ -120,7 +120,7 @@ def _machine(folder: Path, ops: Row, models: Row, real: Row, swept: Row) -> dict
         families = measured_families(ops["rows"])
         checked = _document(folder / checks.FILE).get("rows", ())
         small = hosts_section.section(_document(folder / hosts.FILE).get("rows", ()))
-        parts += [_facts(ops, families), _summary(families), gaps.section(families), beside_eager.section(families)]
+        parts += [_facts(ops, families), summary(families), gaps.section(families), beside_eager.section(families)]
         loops = cupy_section.section(_document(folder / cupy_trainings.FILE).get("rows", ()))
         parts += [part for part in (small, loops) if part]
         parts += [checks.section(checked)]
@@ -186,7 +186,7 @@ def measured_families(rows: Iterable[Row]) -> list[tuple[Family, Measured]]:
     return [(family, cases) for family, cases in found if any(rows for _, rows in cases)]
 
 
-def _summary(families: Iterable[tuple[Family, Measured]]) -> str:
+def summary(families: Iterable[tuple[Family, Measured]]) -> str:
     """A line for each family and pass: how near the limit on large tensors, and where PyTorch's own op runs instead."""
     lines = [
         f"Each family in {DTYPE} on tensors of {LARGE_BYTES / 1e6:.0f} MB and more, where it is dispatched: median (least to most). "

@@ -29,7 +29,7 @@ class Dots:
 def dots(title: str, one: str, names: Mapping[str, str], rows: Sequence[Dots]) -> str:
     """The plot as a self-contained SVG document. The axis begins at 0 and shows 1, which `one` names; `names` are the contenders'."""
     most = max(1.0, *(value for row in rows for value in row.values.values()))
-    step = _step(most)
+    step = draw_step(most)
     end = step * math.ceil(most / step)
     left = CHARACTER * max(len(row.label) for row in rows) + 20
 
@@ -66,7 +66,7 @@ def dots(title: str, one: str, names: Mapping[str, str], rows: Sequence[Dots]) -
     return "\n".join((*parts, "</svg>")) + "\n"
 
 
-def _step(most: float) -> float:
+def draw_step(most: float) -> float:
     """The least of 1, 2 and 5 times a power of ten that needs no more than `MOST_TICKS` ticks."""
     power = 10.0 ** math.floor(math.log10(most / MOST_TICKS))
     return next(power * factor for factor in (1, 2, 5, 10) if most / (power * factor) <= MOST_TICKS)

@@ -14,8 +14,8 @@ from advisor.ops import nvrtc
 from advisor.ops.sites import native
 from advisor.ops.sites.recording import recording, state
 
-_MOST_KNOWN = 8  # recordings a site
-_MOST_REFUSED = 4
+MOST_KNOWN = 8  # recordings a site
+MOST_REFUSED = 4
 OPERATION = "operation"  # in a node's `meta`
 _numbers = itertools.count()
 # How many calls were recorded to be replayed, and why others were not, by function: read by tests and for debugging.
@@ -70,7 +70,7 @@ class _Miss:
         self._known = self._refused = 0
 
     def __call__(self, site: Any, *arguments: Any) -> Any:
-        done = self._known >= _MOST_KNOWN or self._refused >= _MOST_REFUSED
+        done = self._known >= MOST_KNOWN or self._refused >= MOST_REFUSED
         if done or torch._C._len_torch_dispatch_stack() or nvrtc.transformed():  # in which nothing is replayed
             return self._run(arguments)
         with recording(arguments) as made:

@@ -19,19 +19,19 @@ _LIBRARIES = ("torch_python", "torch", "torch_cpu", "c10")
 
 def unavailable() -> str:
     """Why calls are not replayed here; empty where they are. Compiles at first."""
-    _, reason = _loaded()
+    _, reason = load()
     return reason
 
 
 def module() -> Any:
     """The compiled calls.cpp, or None."""
-    found, _ = _loaded()
+    found, _ = load()
     return found
 
 
 def pending() -> bool:
     """Whether the next use will compile, for half a minute: it is the first, and nothing lies in the cache."""
-    return not _loaded.cache_info().currsize and not _hindrance() and not _library().is_file()
+    return not load.cache_info().currsize and not _hindrance() and not _library().is_file()
 
 
 def _hindrance() -> str:
@@ -46,22 +46,22 @@ def _hindrance() -> str:
 
 
 @lru_cache(maxsize=1)
-def _loaded() -> tuple[Any, str]:
+def load() -> tuple[Any, str]:
     if reason := _hindrance():
         return None, reason
     try:
-        return _load(_built(_compiler())), ""
+        return _loaded_from(built(find_compiler())), ""
     except (OSError, ImportError, subprocess.SubprocessError) as error:
         told = getattr(error, "stderr", "") or str(error)
         errors = [line for line in told.splitlines() if "error" in line]
         return None, f"calls.cpp does not build: {errors[0] if errors else first_line(error)}"
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
     return compiled.compiler()
 
 
-def _built(compiler: list[str]) -> Path:
+def built(compiler: list[str]) -> Path:
     import torch
 
     root = Path(torch.__file__).parent
@@ -85,7 +85,7 @@ def _name() -> str:
     return "calls_" + hashlib.sha256("\0".join(of).encode()).hexdigest()[:16]
 
 
-def _load(path: Path) -> Any:
+def _loaded_from(path: Path) -> Any:
     loaded = compiled.loaded(path, _name())
     loaded.use(tensor_map.encoder())
     return loaded

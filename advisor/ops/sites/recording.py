@@ -266,7 +266,7 @@ class Context:
         if not tape.refused:
             self.stay()
             with contextlib.suppress(RuntimeError, TypeError):  # a kind of argument that is not foreseen
-                recorded.set_backward([*saved, *above], tape.steps, gradients, len(tape.slots), _more(before))
+                recorded.set_backward([*saved, *above], tape.steps, gradients, len(tape.slots), more(before))
         return found
 
 
@@ -350,7 +350,7 @@ class Recording:
         if self.recorded is None:
             self.refused = self.refused or "it calls no Function"
         elif result is self._returned or picked:
-            self.recorded.set_result(picked[0] if picked else NONE, _more(self._before))
+            self.recorded.set_result(picked[0] if picked else NONE, more(self._before))
         else:
             self.refused = self.refused or "its result is not the Function's own"
         return not self.refused
@@ -365,7 +365,7 @@ def _counts() -> Counts:
     return {id(counter): (counter, Counter(counter)) for counter in counters}
 
 
-def _more(before: Counts) -> list[tuple[Counter[str], str]]:
+def more(before: Counts) -> list[tuple[Counter[str], str]]:
     """Counters and what has been counted in them since."""
     # A copy of each: other threads count meanwhile.
     return [(counter, key) for counter, old in before.values() for key, n in tuple(counter.items()) if n > old[key]]

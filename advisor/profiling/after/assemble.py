@@ -61,7 +61,7 @@ def assemble(run_dir: Path | str, environment: Environment, *, exit_code: int | 
     found = _aggregate(folder / TRACE_FILE, environment, precision, gaps)
     step = steps.step_us or steps.wall_us
     loading_frac = facts.input.next_us / step.median if step is not None and step.median > 0 else 0.0
-    utilization = {**_from_steps(steps), **_from_trace(found, loading_frac), **_sampled(folder / SAMPLES_FILE, steps)}
+    utilization = {**from_steps(steps), **from_trace(found, loading_frac), **_sampled(folder / SAMPLES_FILE, steps)}
     shared = utilization.get("gpu_shared")
     if environment.device == "cpu":
         utilization.pop("gpu_shared", None)  # by whoever else
@@ -203,7 +203,7 @@ def _sampled(path: Path, steps: StepsRecord) -> dict[str, Quantity]:
     )
 
 
-def _from_steps(steps: StepsRecord) -> dict[str, Quantity]:
+def from_steps(steps: StepsRecord) -> dict[str, Quantity]:
     """The first step beside the others; on the host's clock, as no event stands before it."""
     if not steps.first_step_us or steps.provisional or steps.wall_us is None or steps.wall_us.median <= 0:
         return {}
@@ -211,7 +211,7 @@ def _from_steps(steps: StepsRecord) -> dict[str, Quantity]:
     return {"first_step_ratio": Quantity(value=ratio, provenance=Provenance.MEASURED, reason="by wall clock")}
 
 
-def _from_trace(found: Aggregate, loading_frac: float) -> dict[str, Quantity]:
+def from_trace(found: Aggregate, loading_frac: float) -> dict[str, Quantity]:
     """Metrics that only the trace can tell and that StepProfile has no field for. `loading_frac`: of an untraced step, in the loader."""
     if not found.kernels or found.coverage_frac is None:
         return {}

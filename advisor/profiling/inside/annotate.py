@@ -108,7 +108,7 @@ class Annotator:
         self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
         self._training = training
         self._weights: WeightLines | None = None  # while lines that write weights are looked for
-        self._cupy = CupyLines(lambda line: _open(LINE + line))
+        self._cupy = CupyLines(lambda line: open_range(LINE + line))
         self._running = threading.local()  # `.modules`: how many are running
 
     def start(self, *, compiled: bool | None = None) -> None:
@@ -169,7 +169,7 @@ class Annotator:
                 kind = type(module).__name__
                 name = f"{kind}|{kind}"
             self.opened += 1
-            scope = _open(MODULE + name)
+            scope = open_range(MODULE + name)
         except Exception as error:
             self._fail(error)
             return None
@@ -194,7 +194,7 @@ class Annotator:
             return
         try:
             self.opened += 1
-            self._optimizer = _open(OPTIMIZER + type(optimizer).__name__)
+            self._optimizer = open_range(OPTIMIZER + type(optimizer).__name__)
             if self._weights is not None:
                 self._weights.forget()
         except Exception as error:
@@ -232,7 +232,7 @@ class Annotator:
             line = self._lines.of(sys._getframe(2))
             if line:
                 self.opened += 1
-                return _open(LINE + line)
+                return open_range(LINE + line)
         except Exception as error:
             self._fail(error)
         return None
@@ -318,7 +318,7 @@ class _LineMode(TorchFunctionMode):
                 scope.__exit__(None, None, None)
 
 
-def _open(name: str) -> _RecordFunctionFast:
+def open_range(name: str) -> _RecordFunctionFast:
     scope = _RecordFunctionFast(name)
     scope.__enter__()
     return scope

@@ -55,7 +55,7 @@ class TraceCollector:
     ) -> None:
         self.notes: list[str] = []
         self._compiled, self._lasting = compiled, lasting
-        self._cuda = _cuda_usable(device)
+        self._cuda = cuda_usable(device)
         self._annotator = Annotator(training.models if training is not None else (), training)
         self._profile: autograd_profiler.profile | None = None
         self._thread: threading.Thread | None = None  # in which it was started, and alone can be stopped
@@ -64,7 +64,7 @@ class TraceCollector:
         if self._cuda and session.counters:
             # Made here and not in `start`: enabling the counters takes a moment that belongs to no step.
             # The window has one step more than is wanted, the one that its start disturbs.
-            self._dram = self._open_counters(device, TRACED_SLOWDOWN * (session.detail_steps + 1) * step_s or 1.0)
+            self._dram = self.open_counters(device, TRACED_SLOWDOWN * (session.detail_steps + 1) * step_s or 1.0)
 
     def start(self) -> None:
         """Tracing is on, the device's queue is empty, and `notes` says what could not be had."""
@@ -148,7 +148,7 @@ class TraceCollector:
         except Exception as error:
             self.notes.append(f"no trace: the profiler's events could not be read ({type(error).__name__}: {error})")
             return Trace(device=device, step_bounds_ns=bounds, notes=self.notes)
-        _set_bounds(trace, bounds, self._anchors)
+        set_bounds(trace, bounds, self._anchors)
         trace.roles.update(self._annotator.roles)
         if self._dram is not None:
             trace.notes.extend(self._dram.notes)
@@ -160,7 +160,7 @@ class TraceCollector:
             trace.notes.append("source lines not annotated: the script runs compiled code, which guards against it")
         return trace
 
-    def _open_counters(self, device: torch.device, window_s: float) -> Any:
+    def open_counters(self, device: torch.device, window_s: float) -> Any:
         try:
             from advisor.profiling.inside.dramwindow import DramWindow
 
@@ -177,7 +177,7 @@ class TraceCollector:
             window.close()
 
 
-def _cuda_usable(device: torch.device) -> bool:
+def cuda_usable(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_available()
 
 
@@ -189,7 +189,7 @@ def _experimental_config() -> Any:
         return _ExperimentalConfig()
 
 
-def _set_bounds(trace: Trace, given: list[int], anchors: list[tuple[int, int]]) -> None:
+def set_bounds(trace: Trace, given: list[int], anchors: list[tuple[int, int]]) -> None:
     """Step bounds from the marks in the trace; else from host times, moved to the trace's clock; else the whole window.
 
     No bound lies before tracing was on: a first boundary at which tracing was started would count the start-up as step.

@@ -126,7 +126,7 @@ class ProfileDriver:
             and self._warm > MIN_WARMUP
             and step.host_ns - self._warm_since_ns > self.session.pace * WARMUP_S * 1e9
         )
-        settled = self.in_step or self._settled(step)  # by the clock, which is each rank's own
+        settled = self.in_step or self.is_settled(step)  # by the clock, which is each rank's own
         if self._over() or ((self._warm >= wanted or slow) and settled):
             self._begin_timed(step)
             return
@@ -135,7 +135,7 @@ class ProfileDriver:
         if self._warm & (self._warm - 1) == 0 and not self.handful:
             self._save_steps()
 
-    def _settled(self, step: StepEvent) -> bool:
+    def is_settled(self, step: StepEvent) -> bool:
         """Whether steps from here on are as they stay, once those of the warm-up are over."""
         return True
 

@@ -107,7 +107,7 @@ def model_facts(
         recompiles=recompiles,
         compilations=compilations,
         updates_compiled=training.updates_compiled,
-        flags=_flags(everything, seen),
+        flags=flags_of(everything, seen),
         create_graph=bool(watcher is not None and watcher.graph_line),
         clips_scaled=bool(seen.clipped_scaled),
         stack_us=statistics.median(seen.stack_us) if seen.stack_us else 0.0,
@@ -288,7 +288,7 @@ def _graphed(modules: list[nn.Module]) -> bool:
     return any("make_graphed" in getattr(m.__dict__.get("forward"), "__qualname__", "") for m in modules)
 
 
-def _flags(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
+def flags_of(everything: list[nn.Module], seen: Observations) -> dict[str, bool]:
     # What a part of the step alone runs under may be as before by now: a context manager around forward.
     convs = seen.convs.values()
     flags = {

@@ -35,12 +35,12 @@ def input_stats(
     found = _loader_of(training, (discovery.seen if discovery is not None else Observations()).batch)
     if not found.loader:
         return replace(found, work=loading.work(None)) if loading is not None else found
-    next_us, burst_us = _waits(waits_us)
+    next_us, burst_us = waits(waits_us)
     found = replace(
         found,
         next_us=next_us,
         burst_us=burst_us,
-        late_us=min(next_us, _waits(late_us)[0]),
+        late_us=min(next_us, waits(late_us)[0]),
         iterators_per_step=iterators_per_step,
         next_error_us=_error(waits_us),
         work=loading.work(training.loaders[0].dataset if training.loaders else None) if loading is not None else None,
@@ -84,7 +84,7 @@ def _loader_of(training: Training, batch: BatchSeen) -> InputStats:
     )
 
 
-def _waits(waits_us: Sequence[float]) -> tuple[float, float]:
+def waits(waits_us: Sequence[float]) -> tuple[float, float]:
     """Their mean, and how far it is above their median. One wait longer than all others together is no pattern, and left out."""
     if not waits_us:
         return 0.0, 0.0

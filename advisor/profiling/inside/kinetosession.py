@@ -69,10 +69,10 @@ def end_profiler(device: str) -> Any:
     """End the profiler; the process may end at any time afterwards. Returns torch's `_ProfilerResult`."""
     with contextlib.suppress(Exception):  # tells torch's own hooks; not in every version
         autograd_profiler._run_on_profiler_stop()
-    threads = _threads()
+    threads = thread_count()
     results = _disable_profiler()
     if device == "cuda" and os.environ.get(_TEARDOWN) == "1":
-        _see_cupti_down(threads)
+        see_cupti_down(threads)
     return results
 
 
@@ -86,7 +86,7 @@ def script_profiles() -> bool:
     return any(getattr(found, "entered", False) and found.kineto_results is None for found in profiles)
 
 
-def _threads() -> int:
+def thread_count() -> int:
     """How many threads this process has; 0 where /proc does not say."""
     try:
         return len(os.listdir("/proc/self/task"))
@@ -94,7 +94,7 @@ def _threads() -> int:
         return 0
 
 
-def _see_cupti_down(threads: int) -> None:
+def see_cupti_down(threads: int) -> None:
     """Call CUDA until Kineto has taken CUPTI down, which a thread beyond these `threads` does inside the calls that follow.
 
     A process that came to its end before would hang there for good, in the C library's exit handlers.
@@ -103,5 +103,5 @@ def _see_cupti_down(threads: int) -> None:
     while (waited := time.monotonic() - began) < TEARDOWN_MOST_S:
         torch.cuda.current_stream().query()
         time.sleep(0.001)
-        if waited > TEARDOWN_LEAST_S and 0 < _threads() <= threads:
+        if waited > TEARDOWN_LEAST_S and 0 < thread_count() <= threads:
             return

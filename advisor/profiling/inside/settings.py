@@ -52,13 +52,13 @@ def lines(modules: Mapping[str, Any] | None = None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for path in _own_files(sys.modules if modules is None else modules):
-        for name, line in _of_file(path):
+        for name, line in of_file(path):
             found.setdefault(name, sources.place(path, line))
     return found
 
 
 @functools.lru_cache(maxsize=MAX_FILES)
-def _of_file(path: str) -> tuple[tuple[str, int], ...]:
+def of_file(path: str) -> tuple[tuple[str, int], ...]:
     """Settings with their lines; read once a process."""
     with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError):
         if os.path.getsize(path) <= MAX_BYTES:

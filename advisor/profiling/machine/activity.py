@@ -115,12 +115,12 @@ class Activity:
         for kind in KINDS:
             self._library.cuptiActivityDisable(c_uint32(kind))
         check(self._library, "cuptiActivityFlushAll", c_uint32(FORCED))
-        found = _Found(self._library, self.offset_ns, self._names)
+        found = Found(self._library, self.offset_ns, self._names)
         self._store.take(found.record)
         return found.tables()
 
 
-class _Found:
+class Found:
     """Records as they are read; `tables` has them as a trace does."""
 
     def __init__(self, library: Any, offset_ns: int, names: dict[tuple[int, int], str]) -> None:

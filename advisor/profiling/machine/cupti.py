@@ -285,7 +285,7 @@ def find_library() -> Path:
     Raises:
         CountersUnavailable: none was found.
     """
-    for candidate in (*_loaded(), *_installed(), *_toolkit()):
+    for candidate in (*loaded(), *installed(), *_toolkit()):
         if candidate.exists():
             return candidate
     raise CountersUnavailable(
@@ -326,7 +326,7 @@ def _open(path: Path) -> ctypes.CDLL:
         raise CountersUnavailable(f"{path.name} does not load ({error})") from None
 
 
-def _loaded() -> list[Path]:
+def loaded() -> list[Path]:
     try:
         maps = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -334,7 +334,7 @@ def _loaded() -> list[Path]:
     return [Path(p) for p in sorted(set(re.findall(r"\s(/.*/libcupti\.so[.\d]*)$", maps, flags=re.MULTILINE)))]
 
 
-def _installed() -> list[Path]:
+def installed() -> list[Path]:
     """libcupti in the `nvidia` namespace packages (`nvidia/cu13/lib`, `nvidia/cuda_cupti/lib`), newest release first."""
     spec: Any = importlib.util.find_spec("nvidia")
     folders = [Path(p) for p in spec.submodule_search_locations or ()] if spec else []

@@ -85,7 +85,7 @@ def of_gpu(device: torch.device, arch: int, reader: nvml.GpuReader | None, *, sh
     if arch >= architectures.BF16:
         kinds += [("tf32", torch.float32, "high"), ("bf16", torch.bfloat16, "highest")]
     if shared:
-        return _rates(device, kinds, _events, lambda runs: "another process was on the GPU")
+        return rates(device, kinds, _events, lambda runs: "another process was on the GPU")
     busy = _busy_before(reader)
     return _undisturbed(lambda: _gpu(device, kinds, reader, busy))
 
@@ -124,7 +124,7 @@ def _cpu(device: torch.device, kinds: Kinds) -> Rates:
         others = (ended[2] - began[2]) - (ended[1] - began[1])
         return disturbed(runs.apart(), others_frac=others / max(ended[0] - began[0], 1e-9) / hostload.cpu_count())
 
-    return _rates(device, kinds, _wall, disturbance)
+    return rates(device, kinds, wall, disturbance)
 
 
 def _gpu(device: torch.device, kinds: Kinds, reader: nvml.GpuReader | None, busy_frac: float) -> Rates:
@@ -132,7 +132,7 @@ def _gpu(device: torch.device, kinds: Kinds, reader: nvml.GpuReader | None, busy
         reasons = reader.read(frozenset({"clock_reasons"})).get("clock_reasons", 0.0) if reader is not None else 0.0
         return disturbed(runs.apart(), busy_frac=busy_frac, throttled=bool(int(reasons) & nvml.THROTTLED))
 
-    return _rates(device, kinds, _events, disturbance)
+    return rates(device, kinds, _events, disturbance)
 
 
 def disturbed(
@@ -151,7 +151,7 @@ def disturbed(
     return ""
 
 
-def _rates(
+def rates(
     device: torch.device,
     kinds: Kinds,
     clock: Clock,
@@ -168,12 +168,12 @@ def _rates(
             torch.set_float32_matmul_precision(precision)
         # A torch may have no products of this type on a CPU; on a GPU an error is of the device.
         with contextlib.suppress(*(() if device.type == "cuda" else (RuntimeError,))):
-            products[name], runs.seconds[f"{name} products"] = _matrix_tflops(dtype, device, clock)
-    copy, runs.seconds["copies"] = _copy_gbps(nbytes, device, clock)
+            products[name], runs.seconds[f"{name} products"] = measure_matrix(dtype, device, clock)
+    copy, runs.seconds["copies"] = measure_copy(nbytes, device, clock)
     return Rates(copy_gbps=copy, matrix_tflops=products, doubt=disturbance(runs))
 
 
-def _copy_gbps(nbytes: int, device: torch.device, clock: Clock) -> tuple[float, list[float]]:
+def measure_copy(nbytes: int, device: torch.device, clock: Clock) -> tuple[float, list[float]]:
     """Bytes read plus bytes written per second of a copy within the device's memory, in GB/s, and the runs' seconds."""
     import torch
 
@@ -183,7 +183,7 @@ def _copy_gbps(nbytes: int, device: torch.device, clock: Clock) -> tuple[float, 
     return 2 * nbytes / statistics.median(times) / 1e9, times
 
 
-def _matrix_tflops(dtype: torch.dtype, device: torch.device, clock: Clock) -> tuple[float, list[float]]:
+def measure_matrix(dtype: torch.dtype, device: torch.device, clock: Clock) -> tuple[float, list[float]]:
     """Rate of an n × n × n product: the device's full size, halved until one product fits into the budget; and the runs' seconds."""
     import torch
 
@@ -208,7 +208,7 @@ def _seconds(work: Callable[[], object], clock: Clock, budget_s: float = BUDGET_
     return times
 
 
-def _wall(work: Callable[[], object]) -> float:
+def wall(work: Callable[[], object]) -> float:
     began = time.perf_counter()
     work()
     return time.perf_counter() - began

@@ -96,7 +96,7 @@ class Recording:
         number = len(list(folder.glob(GRAPH.format("*")))) + len(list(folder.glob(WHY_NOT.format("*"))))
         try:
             (folder / GRAPH.format(number)).write_text(
-                json.dumps(storage.to_plain(self._recorded(graph, inputs))), encoding="utf-8"
+                json.dumps(storage.to_plain(self.recorded(graph, inputs))), encoding="utf-8"
             )
         except Exception as error:  # whatever the script has in its graph: it is compiled in the loop then
             (folder / GRAPH.format(number)).unlink(missing_ok=True)
@@ -104,7 +104,7 @@ class Recording:
         forward: Callable[..., Any] = graph.forward
         return forward
 
-    def _recorded(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Recorded:
+    def recorded(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Recorded:
         if not all(isinstance(given, torch.Tensor) for given in inputs):
             raise TypeError("an input that is no tensor")
         return Recorded(

@@ -33,7 +33,7 @@ LEAST_CORES = 4
 MODES = {"compile": "default"}  # what autotunes would do it on the device, beside what is timed there
 RECORDED_STEPS = 2  # the first one may have begun before the layer was on
 _ROOT = Path(__file__).resolve().parents[3]  # that `advisor` is imported from
-_START = "import sys; sys.path[0] = {root!r}; from advisor.transforms.ahead.process import main; sys.exit(main(sys.argv[1:]))"
+START = "import sys; sys.path[0] = {root!r}; from advisor.transforms.ahead.process import main; sys.exit(main(sys.argv[1:]))"
 
 Steps = Generator[None, StepEvent, None]
 
@@ -81,7 +81,7 @@ class CompiledBeside:
         finally:
             undo.run()
             capture.release(modules)
-        self._start()
+        self.start()
 
     def wait(self, until_unix_s: float) -> Steps:
         """Let the loop run on until the process has ended, or this time has come (0: whatever it takes)."""
@@ -97,7 +97,7 @@ class CompiledBeside:
             process.wait()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _start(self) -> None:
+    def start(self) -> None:
         folder = Path(self._folder)
         graphs = sorted(map(str, folder.glob(GRAPH.format("*"))))
         for why in sorted(folder.glob(WHY_NOT.format("*"))):
@@ -109,7 +109,7 @@ class CompiledBeside:
         environment.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START.format(root=str(_ROOT)), *graphs],
+                [sys.executable, "-c", START.format(root=str(_ROOT)), *graphs],
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

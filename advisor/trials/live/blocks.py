@@ -105,7 +105,7 @@ class TimedBlocks:
                 loop.synchronize()
                 switch.on() if state else switch.off()
                 before = len(times.pairs)
-                reason = yield from self._block(state)
+                reason = yield from self.block(state)
                 if len(times.pairs) > before:
                     loop.note(times.noted(dataclasses.replace(current, phase="timing")))
                 state = course.send(reason)
@@ -140,7 +140,7 @@ class TimedBlocks:
         times.kernels_decide = decision.status == Status.KEPT
         return decision if times.kernels_decide else None
 
-    def _block(self, on: bool) -> Generator[None, StepEvent, str]:
+    def block(self, on: bool) -> Generator[None, StepEvent, str]:
         """Time a block, or a part of one. The step after a switch or a synchronisation is not timed: it pays for them.
 
         Returns:

@@ -33,7 +33,7 @@ class MachineWatch:
     """`renew()` before a trial, `begin()` before a block, `end(on)` after its last step, the device still at work."""
 
     def __init__(self, device: torch.device) -> None:
-        self._gpu = _open(device)
+        self._gpu = open_reader(device)
         self._threads = Path("/proc/self/task") if device.type == "cpu" else None
         self._processes = self._count() if self._gpu is not None else None
         self._known: dict[tuple[bool, str], list[float]] = {}
@@ -107,7 +107,7 @@ class MachineWatch:
         return total / 1e9
 
 
-def _open(device: torch.device) -> nvml.GpuReader | None:
+def open_reader(device: torch.device) -> nvml.GpuReader | None:
     if device.type != "cuda":
         return None
     try:

@@ -49,7 +49,7 @@ class HandedDriver(ProfileDriver):
             self._first_losses.append(step.loss)
         super().on_step(step)
 
-    def _settled(self, step: StepEvent) -> bool:
+    def is_settled(self, step: StepEvent) -> bool:
         """Loader workers work off what they have made ahead before the loop waits for them, as fresh runs are left to do."""
         workers = any(getattr(loader, "num_workers", 0) for loader in self.training.loaders)
         return not workers or step.host_ns - self._first_ns >= self.session.settle_s * 1e9

@@ -68,10 +68,10 @@ def levelled(arms: Sequence[Sequence[Part]]) -> tuple[float, Times]:
         return 0.0, [[part.step_us for part in arm] for arm in arms]
     middle = usual(arms)
     scaled = [[at_size(part, grows, middle) for part in arm] for arm in arms]
-    return grows, min((scaled, _by_size(arms, scaled)), key=_scatter)
+    return grows, min((scaled, by_size(arms, scaled)), key=_scatter)
 
 
-def _by_size(arms: Sequence[Sequence[Part]], scaled: Times) -> Times:
+def by_size(arms: Sequence[Sequence[Part]], scaled: Times) -> Times:
     """A step is held against the middle of its arm's steps of its size in the arm's other parts: with its own part among them,
     what that part has of the machine's noise would be taken for the size's. Parts of sizes that the other arm has hardly had are as
     `scaled` has them.

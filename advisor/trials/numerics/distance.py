@@ -70,7 +70,7 @@ def distance(found: Result, base: Result) -> Distance:
     gradients = [g for g in base.groups if g.startswith("gradient") and not g.startswith("gradient of input")]
     every = iter(rows([t for ts in found.groups.values() for t in ts], [t for ts in base.groups.values() for t in ts]))
     each = {group: [next(every) for _ in tensors] for group, tensors in base.groups.items()}
-    table = {group: _added(several) for group, several in each.items()}
+    table = {group: added(several) for group, several in each.items()}
     count = sum(t.numel() for g in gradients for t in base.groups[g])
     energy = sum(table[g][1] for g in gradients)
     for group, (squares, reference, _, own_squares, worst, broken) in table.items():
@@ -118,7 +118,7 @@ def _own(base: Result, each: dict[str, list[Row]], mean: float) -> Iterator[tupl
         yield OWN + name, math.sqrt(squares / (max(reference, floor) or own_squares)) if squares else 0.0
 
 
-def _added(rows: Sequence[Row]) -> Row:
+def added(rows: Sequence[Row]) -> Row:
     if not rows:
         return (0.0,) * 6
     squares, reference, product, own, worst, broken = zip(*rows, strict=True)

@@ -173,7 +173,7 @@ class _Noting(Interpreter):
         leaves = [self._aliased(leaf, call.back, place) for place, leaf in enumerate(leaves)]
         args, kwargs = pytree.tree_unflatten(leaves, shape)
         result = node.target(*args, *(kwargs.pop(name) for name in names), **kwargs)  # type: ignore[operator]  # a function, for a node that calls one
-        outputs = _listed(result)
+        outputs = listed(result)
         self.window.hold(outputs)
         twice = {
             id(output) for place, output in enumerate(outputs) if any(output is other for other in outputs[:place])
@@ -216,7 +216,7 @@ def _by_pytorch(plain: PlainStep, call: Operation, seed: int) -> dict[str, torch
     leaves = list(_leaves(plain, call, seed))
     args, kwargs = pytree.tree_unflatten(leaves, call.shape)
     with torch.enable_grad(), torch.autocast(kind, dtype=dtype, enabled=enabled), dispatch.nothing():
-        outputs = list(enumerate(_listed(call.function(*args, **kwargs))))
+        outputs = list(enumerate(listed(call.function(*args, **kwargs))))
     tensors = [(place, output) for place, output in outputs if isinstance(output, torch.Tensor)]
     wanted = [(o, call.gradients[p].to(o.dtype)) for p, o in tensors if o.requires_grad and p in call.gradients]
     if wanted:
@@ -238,5 +238,5 @@ def _leaves(plain: PlainStep, call: Operation, seed: int) -> Iterator[Any]:
         yield there.detach().clone().requires_grad_(place in call.back)
 
 
-def _listed(result: Any) -> list[Any]:
+def listed(result: Any) -> list[Any]:
     return list(result) if isinstance(result, (tuple, list)) else [result]

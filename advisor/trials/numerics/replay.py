@@ -119,13 +119,13 @@ def _varied(call: ReplayedCall, how: Variation) -> tuple[tuple[Any, ...], dict[s
     """The call's inputs so varied, and its weights, which are varied in place."""
     args, kwargs = call.args, call.kwargs
     if how.rolled:
-        args, kwargs = _reordered(args, kwargs)
+        args, kwargs = reordered(args, kwargs)
     if how.jitter:
         generator = torch.Generator().manual_seed(how.seed)
-        args, kwargs = pytree.tree_map(lambda leaf: _jittered(leaf, how.jitter, generator), (args, kwargs))
+        args, kwargs = pytree.tree_map(lambda leaf: jittered(leaf, how.jitter, generator), (args, kwargs))
         with torch.no_grad():
             for parameter in call.root.module.parameters():
-                parameter.copy_(_jittered(parameter, how.jitter, generator))
+                parameter.copy_(jittered(parameter, how.jitter, generator))
     return args, kwargs
 
 
@@ -238,7 +238,7 @@ def _fresh(leaf: Any) -> Any:
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
 
 
-def _reordered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def reordered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The samples in another order: those of lists, as detectors take images and boxes, or the rows of all tensors."""
     inputs = (list(args), kwargs)
     counts: set[int] = set()
@@ -285,11 +285,11 @@ def random_like(gradient: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(gradient).copy_(values * rms)
 
 
-def _jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:
+def jittered(leaf: Any, amount: float, generator: torch.Generator) -> Any:
     """Each value times (1 ± amount), the sign drawn from `generator` on the CPU so that it is the same everywhere."""
     if isinstance(leaf, torch.Tensor) and leaf.is_complex():
         with torch.no_grad():
-            moved = torch.view_as_complex(_jittered(_real(leaf).contiguous(), amount, generator))
+            moved = torch.view_as_complex(jittered(_real(leaf).contiguous(), amount, generator))
         return moved.requires_grad_(leaf.requires_grad and leaf.is_leaf)
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.numel() == 0:
         return leaf

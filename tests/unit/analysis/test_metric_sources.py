@@ -15,7 +15,7 @@ from advisor.core.provenance import Provenance
 from advisor.loop.observed import Observations
 from advisor.loop.records import StepsRecord
 from advisor.profiling.after.aggregate import Aggregate
-from advisor.profiling.after.assemble import _from_steps, _from_trace
+from advisor.profiling.after.assemble import from_steps, from_trace
 from advisor.profiling.beside.sampler import Recording, summarise
 from advisor.profiling.inside import facts
 
@@ -84,8 +84,8 @@ def sources() -> set[str]:
     return {
         *known,
         *summarise(Recording()),
-        *_from_steps(StepsRecord(kind="", wall_us=spread, first_step_us=2.0)),
-        *_from_trace(traced, 0.0),
+        *from_steps(StepsRecord(kind="", wall_us=spread, first_step_us=2.0)),
+        *from_trace(traced, 0.0),
     }
 
 
@@ -112,7 +112,7 @@ def test_the_profile_alone_gives_what_the_sampler_does_not() -> None:
     """The flags and counts above are fields that the collectors fill, not names that only this test knows."""
     assert {"graph_breaks", "recompiles"} <= {field.name for field in fields(ModelFacts)}
     assert {"anomaly", "cudnn_deterministic", "deterministic_algorithms", "uses_cupy"} <= set(
-        facts._flags([], Observations())
+        facts.flags_of([], Observations())
     )
     assert "empty_cache_calls" in {field.name for field in fields(MemoryStats)}
     assert "torch_compile" in {field.name for field in fields(Environment)}

@@ -21,7 +21,7 @@ class Device:
         self.host = self.done = 0.0
         self.pads = 0
         self.work: list[tuple[float, float, str]] = []
-        monkeypatch.setattr(timing, "_event", lambda: Event(self))
+        monkeypatch.setattr(timing, "event", lambda: Event(self))
         monkeypatch.setattr(timing.torch, "empty", lambda *_, **__: SimpleNamespace(zero_=self.pad))
         monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=self.seconds, monotonic=self.seconds))
 

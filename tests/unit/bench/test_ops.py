@@ -183,7 +183,7 @@ def test_rows_that_another_process_writes_meanwhile_stay(bench, tmp_path: Path) 
     (_, other), *_ = op_rows.chosen("batchnorm_act bn+hardswish float16")
 
     def measure(_: Any, case: Case, *__: Any, **___: Any) -> list[op_rows.OpRow]:
-        ops._File(tmp_path / "ops.json").keep(rows_of(other, ms=7.0), ops.Ceilings(copy_gbps=1.0))
+        ops.OpsFile(tmp_path / "ops.json").keep(rows_of(other, ms=7.0), ops.Ceilings(copy_gbps=1.0))
         return rows_of(case)
 
     _, rows = bench(measure, pattern)
@@ -243,7 +243,7 @@ def test_rows_of_cases_that_are_gone_are_dropped() -> None:
 
 def test_kernels_that_did_not_run_are_no_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
     case = BN.benchmark[0]
-    monkeypatch.setattr(ops, "_measure", lambda case, *_, **__: rows_of(case))
+    monkeypatch.setattr(ops, "rows_of", lambda case, *_, **__: rows_of(case))
     with pytest.raises(AdvisorError, match="did not run"):
         ops.measure(BN, case, ops.Ceilings(copy_gbps=1.0), compiled=False)
 

@@ -36,7 +36,7 @@ def test_every_point_can_be_called(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "randn", lambda *sizes, device="", **given: randn(*sizes, **given))
     for name, _, shape in {name: (name, value, shape) for name, value, shape in sweep.points()}.values():
         small = sweep.replace(shape, batch=1, side=9)
-        calls = sweep._calls(small, torch.float32, "nhwc")
+        calls = sweep.calls(small, torch.float32, "nhwc")
         assert list(calls) == list(sweep.PRODUCTS), name
         for call in calls.values():
             call()

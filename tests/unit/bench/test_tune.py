@@ -76,7 +76,7 @@ def tuned(family: Family, monkeypatch: pytest.MonkeyPatch, at_once: int, wrong: 
     def judged(_: Any, __: Any, setting: tune.Setting) -> str:
         return wrong.get(setting.around(lambda: family.module("cuda").launch())(), "")
 
-    monkeypatch.setattr(tune, "_wrong", judged)
+    monkeypatch.setattr(tune, "what_is_wrong", judged)
     case = SimpleNamespace(label="toy float32 1x2", ours=lambda: family.module("cuda").launch())
     trials = tune.tune(family, case)
     assert family.module("cuda").launch is launch

@@ -147,7 +147,7 @@ def test_gathering_survives_a_machine_where_everything_fails(monkeypatch: pytest
     FakeNvml().use(monkeypatch).faults["nvmlInit"] = 9
     monkeypatch.setattr(machinefacts.environment, "probe", fail)
     monkeypatch.setattr(machinefacts.shutil, "which", lambda name: None)
-    monkeypatch.setattr(machinefacts, "_PARAMETERS", tmp_path / "none")
+    monkeypatch.setattr(machinefacts, "PARAMETERS", tmp_path / "none")
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")
     told: list[str] = []
     facts = machinefacts.gather(say=told.append)
@@ -167,8 +167,8 @@ def test_gathering_on_a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(machinefacts.environment, "probe", lambda **_: SERVER.environment)
     monkeypatch.setattr(machinefacts.counters, "preflight", lambda: (False, "refused"))
-    monkeypatch.setattr(machinefacts, "_try_cupy", lambda: "")
-    monkeypatch.setattr(machinefacts, "_PARAMETERS", parameters)
+    monkeypatch.setattr(machinefacts, "try_cupy", lambda: "")
+    monkeypatch.setattr(machinefacts, "PARAMETERS", parameters)
     told: list[str] = []
     monkeypatch.setattr(machinefacts.environment, "kept", lambda: SERVER.environment)
     facts = machinefacts.gather(say=told.append)

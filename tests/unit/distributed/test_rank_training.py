@@ -131,7 +131,7 @@ def test_state_that_each_rank_keeps_of_its_part_is_refused(
     _training(patches)
     net = nn.Linear(3, 3)
     net.register_buffer("queue", torch.ones(2))
-    monkeypatch.setattr(gradients_module, "_differing", lambda values, tolerance: 0 if tolerance else None)
+    monkeypatch.setattr(gradients_module, "differing", lambda values, tolerance: 0 if tolerance else None)
     net(torch.randn(4, 3)).mean().backward()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(Refused):
@@ -198,7 +198,7 @@ def test_a_synchronised_norm_on_a_gpu_does_not_look_for_ranks_without_samples(mo
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", plain)
     monkeypatch.setattr(norms.SyncBatchNorm, "forward", staticmethod(forward))
     with pytest.raises(ValueError, match="no GPU"):
-        norms._WithoutWaits.forward(None)
+        norms.WithoutWaits.forward(None)
     assert asked == [(True, False)]
     assert torch.cuda.is_current_stream_capturing is plain
 
@@ -250,7 +250,7 @@ def test_a_script_that_trains_in_several_by_itself_is_refused_with_its_line(
     because: str,
 ) -> None:
     monkeypatch.setattr(nn.DataParallel, "__init__", lambda module, *_: setattr(module, "device_ids", [0, 1]))
-    joining._refuse_others(patches)
+    joining.refuse_others(patches)
     with pytest.raises(Refused):
         does()
     assert re.search(rf"test_rank_training.py:\d+: .*{because}", capsys.readouterr().err)
@@ -261,7 +261,7 @@ def test_ranks_that_have_drawn_another_split_are_refused(
 ) -> None:
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda found, *_: found.add_(torch.tensor([1, 0])))
     with pytest.raises(Refused):
-        shards._agree(7, "an epoch")
+        shards.agree(7, "an epoch")
     assert re.search(r"test_rank_training.py:\d+: ranks have drawn different samples", capsys.readouterr().err)
 
 

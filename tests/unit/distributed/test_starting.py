@@ -69,7 +69,7 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.
 def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, expected in (("", "1"), ("4,6", "6"), ("3", "")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        place._see_one_gpu(1)
+        place.see_one_gpu(1)
         assert place.os.environ["CUDA_VISIBLE_DEVICES"] == expected
 
 

@@ -313,7 +313,7 @@ def test_batches_that_are_there_are_told_from_those_to_wait_for() -> None:
 def test_waits_for_batches_are_told_by_their_mean_and_bursts(
     waits: list[float], mean: float, above_the_median: float
 ) -> None:
-    assert inputfacts._waits(waits) == (mean, above_the_median)
+    assert inputfacts.waits(waits) == (mean, above_the_median)
 
 
 def test_a_librarys_own_loader_is_told_by_torchs_iterator(found: Found) -> None:

@@ -33,7 +33,7 @@ def test_every_variant_is_compiled_once_and_a_refused_one_stops_nothing(monkeypa
             if dict(self.variant[1])["ACT"] == 1:
                 raise RuntimeError("planted")
 
-    monkeypatch.setattr(nvrtc, "_module", lambda name, defines, device: Module(name, defines))
+    monkeypatch.setattr(nvrtc, "compiled_module", lambda name, defines, device: Module(name, defines))
     variants = catalog.get("batchnorm_act").variants()
     nvrtc.warm((*variants, *variants))
     assert sorted(compiled) == sorted((name, tuple(defines.items())) for name, defines in variants)
@@ -67,8 +67,8 @@ def test_shared_memory_asked_for_by_one_launch_is_there_for_another_that_needs_m
     cupy = ModuleType("cupy")
     cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(nvrtc, "_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
-    monkeypatch.setattr(nvrtc, "_most_dynamic", {})
+    monkeypatch.setattr(nvrtc, "compiled_module", lambda *_: SimpleNamespace(get_function=lambda _: kernel))
+    monkeypatch.setattr(nvrtc, "most_dynamic_by_kernel", {})
     monkeypatch.setattr(nvrtc, "launched", set())
     monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, types, *, device, overlapping: loaded)
     monkeypatch.setattr(nvrtc.sources, "overlaps", lambda _: False)
@@ -91,9 +91,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def synchronize(device: torch.device) -> None:
         found.waits += 1
 
-    monkeypatch.setattr(nvrtc, "_tickets", {})
-    monkeypatch.setattr(nvrtc, "_exchanges", {})
-    monkeypatch.setattr(nvrtc, "_exchange_of", {})
+    monkeypatch.setattr(nvrtc, "tickets_of", {})
+    monkeypatch.setattr(nvrtc, "exchanges", {})
+    monkeypatch.setattr(nvrtc, "exchange_of", {})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: found.current, raising=False)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: found.capturing)
     monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
@@ -130,7 +130,7 @@ def test_each_stream_has_memory_of_its_own_to_exchange_sums_through(streams: Sim
     assert len(set(first)) == 12
     assert all(abs(a - b) >= (4 + 2 * 64) * 4 for a in first for b in first if a != b)
     assert streams.waits == 2  # once for eight of them
-    blocks, _ = nvrtc._exchanges[0]
+    blocks, _ = nvrtc.exchanges[0]
     for words in torch.cat(blocks):
         assert not words[:4].any()
         assert bool((words[4:] == nvrtc.ABSENT).all())
@@ -156,8 +156,8 @@ def test_some_are_kept_for_captures(streams: SimpleNamespace) -> None:
 
 
 def test_there_is_an_end_to_streams(streams: SimpleNamespace) -> None:
-    assert all(exchanges(streams, range(nvrtc._STREAMS)))
-    assert exchanges(streams, [nvrtc._STREAMS]) == [0]
+    assert all(exchanges(streams, range(nvrtc.STREAMS)))
+    assert exchanges(streams, [nvrtc.STREAMS]) == [0]
 
 
 def in_two_threads(function: Callable[[], Any]) -> list[Any]:
@@ -195,7 +195,7 @@ def test_two_streams_that_come_at_once_have_counters_of_their_own(
             time.sleep(0.02)  # another thread's turn
             return found
 
-    monkeypatch.setattr(nvrtc, "_tickets", {0: (torch.zeros(4096, dtype=torch.int32), Slots())})
+    monkeypatch.setattr(nvrtc, "tickets_of", {0: (torch.zeros(4096, dtype=torch.int32), Slots())})
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: threading.get_ident(), raising=False)
     assert len(set(in_two_threads(lambda: nvrtc.tickets(torch.device("cpu"))))) == 2
 
@@ -213,13 +213,13 @@ def test_two_threads_that_ask_first_have_one_kernel_with_its_shared_memory(monke
     cupy.cuda = SimpleNamespace(Device=lambda _: nullcontext())
     cupy.RawModule = Module
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(nvrtc, "_most_dynamic", {})
+    monkeypatch.setattr(nvrtc, "most_dynamic_by_kernel", {})
     monkeypatch.setattr(nvrtc, "launched", set())
     monkeypatch.setattr(nvrtc, "Kernel", lambda loaded, entry, types, *, device, overlapping: loaded)
     for name, found in (("overlaps", False), ("target", ()), ("source", "")):
         monkeypatch.setattr(nvrtc.sources, name, lambda _, found=found: found)
     monkeypatch.setattr(nvrtc.sources, "parameters", lambda *_: "")
-    caches = nvrtc.function, nvrtc._module
+    caches = nvrtc.function, nvrtc.compiled_module
     for cache in caches:
         cache.cache_clear()
     try:

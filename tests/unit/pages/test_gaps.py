@@ -135,6 +135,6 @@ def test_where_all_reach_their_goals_no_table_is_behind(tmp_path: Path) -> None:
 
 
 def test_the_rule_is_stated_as_it_is_applied() -> None:
-    assert f"{gaps.FULL:.0%}".replace("%", " %") in gaps._TEXT
-    assert f"{gaps.IDLE:.0%}".replace("%", " %") in gaps._TEXT
+    assert f"{gaps.FULL:.0%}".replace("%", " %") in gaps.TEXT
+    assert f"{gaps.IDLE:.0%}".replace("%", " %") in gaps.TEXT
     assert set(units.THROUGHPUT).isdisjoint(units.OCCUPANCY)

@@ -120,7 +120,7 @@ def test_the_summary_ranges_over_large_dispatched_cases_and_counts_what_is_left_
         for case, found in cases
     ]
     expected = "| forward | 2 | 0.79 (0.70 to 0.87) | ████████·· | 0.90 (0.80 to 1.00) | – | 3 of 4 |"
-    assert expected in page._summary([(family, cases)])
+    assert expected in page.summary([(family, cases)])
 
 
 def test_a_training_says_whether_the_kernels_have_changed_since(tmp_path: Path) -> None:

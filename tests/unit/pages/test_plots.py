@@ -48,4 +48,4 @@ def test_slow_contenders_leave_one_on_the_axis() -> None:
 
 @pytest.mark.parametrize(("most", "step"), [(1.0, 0.2), (1.2, 0.2), (10.6, 2.0), (100.0, 20.0), (0.5, 0.1)])
 def test_ticks_are_round_numbers(most: float, step: float) -> None:
-    assert plots._step(most) == pytest.approx(step)
+    assert plots.draw_step(most) == pytest.approx(step)

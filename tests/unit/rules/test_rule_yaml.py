@@ -123,7 +123,7 @@ def test_the_slow_parser_gives_the_same_tree_and_the_same_refusals(monkeypatch):
 
     good, bad = b"a: [1, {b: 'c'}]\n", b"a: 1\na: 2\n"
     fast = parse(good, "f").root
-    monkeypatch.setattr(yaml_nodes, "_LOADER", yaml.SafeLoader)
+    monkeypatch.setattr(yaml_nodes, "LOADER", yaml.SafeLoader)
     assert parse(good, "f").root == fast
     with pytest.raises(RuleError, match="f:2:1: 'a' stands twice"):
         parse(bad, "f")

@@ -187,7 +187,7 @@ def test_the_kernel_that_casts_them_does_not_run_ahead_of_them(emulated, streams
     [
         ("the end does not wait", lambda m: m.setattr(Stream, "wait_stream", lambda self, other: None)),
         ("the second does not wait", lambda m: m.setattr(Stream, "wait_event", lambda self, event: None)),
-        ("what is made of them stays", lambda m: m.setattr(beside, "_memory", lambda tensor: object())),
+        ("what is made of them stays", lambda m: m.setattr(beside, "memory_of", lambda tensor: object())),
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
@@ -299,7 +299,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("waits", [True, False])
 def test_what_is_written_in_place_waits_for_who_reads_it_there(streams, monkeypatch, waits: bool) -> None:
     if not waits:
-        monkeypatch.setattr(WeightGradientsBeside, "_wait_for_readers", lambda self, memory: None)
+        monkeypatch.setattr(WeightGradientsBeside, "wait_for_readers", lambda self, memory: None)
     conv = nn.Conv2d(8, 8, 3, padding=1, bias=False)
     x, y = (torch.randn(2, 8, 9, 7, requires_grad=True) for _ in range(2))
     double = Doubled.apply(y)  # before the convolution, so that its gradient comes later

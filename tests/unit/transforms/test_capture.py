@@ -225,7 +225,7 @@ def test_a_module_goes_with_all_that_was_captured_of_it() -> None:
     torch._dynamo.reset()
     net = Net()
     for families in ({"pooling"}, {"pooling", "bias_act"}):
-        capture._install(net, frozenset(families), None)  # an undo would hold it
+        capture.install(net, frozenset(families), None)  # an undo would hold it
         stepped(net)
     gone = weakref.ref(net)
     del net
@@ -235,7 +235,7 @@ def test_a_module_goes_with_all_that_was_captured_of_it() -> None:
 
 @pytest.mark.parametrize("first", [0, 1])
 def test_the_recompile_limit_is_raised_while_anything_is_captured(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(capture, "_limits", [])  # other tests leave captured models to the garbage collector
+    monkeypatch.setattr(capture, "limits", [])  # other tests leave captured models to the garbage collector
     with torch._dynamo.config.patch(recompile_limit=8):
         undos = [capture.set_mode([nn.Linear(2, 2)], "default"), capture.set_family([nn.Linear(2, 2)], "pooling")]
         raised = torch._dynamo.config.recompile_limit

@@ -113,7 +113,7 @@ def test_a_graph_that_cannot_be_written_is_told_and_runs(tmp_path: Path, monkeyp
     def broken(self: Recording, graph: Any, inputs: Any) -> None:
         raise TypeError("planted")
 
-    monkeypatch.setattr(Recording, "_recorded", broken)
+    monkeypatch.setattr(Recording, "recorded", broken)
     net = Net()
     recorded(tmp_path, net)
     assert not list(tmp_path.glob(GRAPH.format("*")))

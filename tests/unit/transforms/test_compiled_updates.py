@@ -10,7 +10,7 @@ import torch
 from loops import assert_close, make_loop, twins, values
 
 from advisor.transforms import registry
-from advisor.transforms.channels_last import ChannelsLast, _nhwc_inputs_seen
+from advisor.transforms.channels_last import ChannelsLast, nhwc_inputs_seen
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
@@ -31,9 +31,9 @@ def test_the_weights_keep_their_layout_and_convolutions_get_nhwc_inputs() -> Non
     assert [_strides(p) for p in loop.model.parameters()] == strides
     assert [_strides(p.grad) for p in loop.model.parameters()] == strides
     assert transform.effect(loop.training, None, None).passed
-    assert any(_nhwc_inputs_seen(loop.training.roots[0]))
+    assert any(nhwc_inputs_seen(loop.training.roots[0]))
     undo.run()
-    assert not any(_nhwc_inputs_seen(loop.training.roots[0]))
+    assert not any(nhwc_inputs_seen(loop.training.roots[0]))
 
 
 @pytest.mark.parametrize("identifier", ["fused_optimizer", "set_to_none", "conv_bias"])

@@ -177,7 +177,7 @@ def test_switching_on_again_looks_no_second_time(monkeypatch) -> None:
     transform.apply(loop.training, {})
     assert loop.model.conv1.forward.composed is first
     transform.release(loop.training)
-    assert loop.model not in conv_bias._found
+    assert loop.model not in conv_bias.found_pairs
 
 
 class Once(Base):
@@ -253,7 +253,7 @@ def test_a_capture_records_no_filling_of_zeros(monkeypatch) -> None:
     loop = make_loop()
     ConvBiasBeforeNorm().apply(loop.training, {})
     loop.model.zero_grad()
-    monkeypatch.setattr(conv_bias, "_captured", lambda bias: True)
+    monkeypatch.setattr(conv_bias, "is_captured", lambda bias: True)
     loop.model(next(loop.batches)[0])
     assert loop.model.conv1.bias.grad is None
     monkeypatch.undo()

@@ -34,7 +34,7 @@ def given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]
     near = ",".join(map(str, given[:-1]))
     for name, value in {"vendor": "0x10de", "class": "0x030200", "local_cpulist": near}.items():
         (device / name).write_text(value)
-    monkeypatch.setattr(cpu_affinity, "_address", lambda device: ADDRESS)
+    monkeypatch.setattr(cpu_affinity, "address_of", lambda device: ADDRESS)
     monkeypatch.setattr(cpu_affinity, "LEAST_CORES", 1)
     of_node, of_share = cores.of_node, cores.of_share
     monkeypatch.setattr(cores, "of_node", lambda address, allowed: of_node(address, allowed, tmp_path))

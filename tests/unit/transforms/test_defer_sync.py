@@ -292,7 +292,7 @@ def applying(loop, at: int = 1, undo_at: int | None = None):
 
     def switch(step: int) -> None:
         if step == at:
-            held["plans"] = defer_sync._plans(sys._getframe(0))
+            held["plans"] = defer_sync.plans_for(sys._getframe(0))
             held["undo"] = DeferSync().apply(loop.training, {})
         if step == undo_at:
             held["undo"].run()
@@ -320,7 +320,7 @@ def test_numbers_are_equal_and_nothing_waits() -> None:
     assert fingerprint(loop) == before
     assert not Deferred.lazy - {(code, 1) for code in CODES.values()}
     assert "__getattribute__" not in vars(AverageMeter)
-    assert not defer_sync._lines
+    assert not defer_sync.deferred_lines
 
 
 @pytest.mark.parametrize("arrived", [False, True])
@@ -346,7 +346,7 @@ def test_memory_is_bounded_when_the_gpu_never_answers() -> None:
     for _ in range(500):
         x = eval(code, {"x": x, "y": number(1.0)})
         depth.append(x._depth)
-    assert max(depth) <= deferred._DEEPEST + 1
+    assert max(depth) <= deferred.DEEPEST + 1
     assert x == 500.0
     Deferred.lazy.clear()
 
@@ -387,7 +387,7 @@ def test_a_step_that_prints_is_judged_by_the_lines_that_defer(profile, monkeypat
 
     loop = make_loop(steps=0)
     monkeypatch.setitem(defer_sync.counts, "deferred", 4)
-    monkeypatch.setattr(defer_sync, "_lines", {"deferred"})
+    monkeypatch.setattr(defer_sync, "deferred_lines", {"deferred"})
     assert DeferSync().effect(loop.training, waits(deferred=1), waits(printed=4)).passed
     assert DeferSync().effect(loop.training, waits(deferred=1, printed=4), waits(deferred=1)).passed is False
 

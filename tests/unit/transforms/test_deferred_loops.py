@@ -52,7 +52,7 @@ class Switch:
     def __call__(self) -> None:
         self.step += 1
         if self.on and self.step == 3:
-            self.plans = defer_sync._plans(sys._getframe(1))
+            self.plans = defer_sync.plans_for(sys._getframe(1))
             self.undo = DeferSync().apply(self.loop.training, {})
         self.loop.optimizer.step()
 
@@ -270,7 +270,7 @@ def test_a_list_of_which_a_mean_is_made() -> None:
 
 
 def test_numbers_in_a_list_give_their_places_back() -> None:
-    deferred._coming.clear()
+    deferred.coming.clear()
     numbers = [deferred.defer(torch.tensor(float(i))) for i in range(50)]
     for number in numbers[:40]:
         number._write.here = True

@@ -312,8 +312,8 @@ def test_hooks_of_a_parameter_run(loop: Loop, register: Callable[[torch.Tensor],
 @pytest.mark.parametrize("patience", [0, 4])
 def test_hooks_of_an_accumulator_run_as_horovod_has_them(monkeypatch: pytest.MonkeyPatch, patience: int) -> None:
     """With an edge each, as soon as it is known that somebody holds them for good."""
-    monkeypatch.setattr(direct_gradients, "_PATIENCE", patience)
-    monkeypatch.setattr(direct_gradients, "_ASKED_EVERY", 1)
+    monkeypatch.setattr(direct_gradients, "PATIENCE", patience)
+    monkeypatch.setattr(direct_gradients, "ASKED_EVERY", 1)
     loop, ran = Loop(), []
     nodes = [p.view_as(p).grad_fn.next_functions[0][0] for p in loop.net.parameters()]
     for node in nodes:
@@ -337,7 +337,7 @@ def test_nobody_watches_where_only_the_last_loss_is_kept() -> None:
 @pytest.mark.parametrize("lets_go", [False, True])
 def test_losses_that_are_kept_keep_the_edges(monkeypatch: pytest.MonkeyPatch, lets_go: bool) -> None:
     """For good only where the script keeps them for long: a sum of losses ends with the script's next report."""
-    monkeypatch.setattr(direct_gradients, "_PATIENCE", 16)
+    monkeypatch.setattr(direct_gradients, "PATIENCE", 16)
     loop = Loop()
     kept = [loop.net(loop.x).sum()]  # of an eager step before the capture
     for step in range(30):

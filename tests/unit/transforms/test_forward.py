@@ -83,7 +83,7 @@ def test_ranks_nest_and_the_module_is_as_before_at_the_end() -> None:
     stack.clear(INPUT_LAYOUT)
     assert net.__dict__ == before
     assert list(net.__dict__) == list(before)
-    assert nn.Module._replicate_for_data_parallel is forward._replicate
+    assert nn.Module._replicate_for_data_parallel is forward.replicate
 
 
 @pytest.mark.parametrize("cleared", [False, True])
@@ -98,7 +98,7 @@ def test_a_module_that_goes_with_its_layers_leaves_nothing_behind(cleared: bool)
     del net
     gc.collect()
     assert gone() is None
-    assert nn.Module._replicate_for_data_parallel is forward._replicate
+    assert nn.Module._replicate_for_data_parallel is forward.replicate
 
 
 def test_switching_off_and_on_composes_nothing_again() -> None:

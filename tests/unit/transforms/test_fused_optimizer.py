@@ -52,9 +52,9 @@ def test_checkpoints_look_like_the_plain_scripts_and_load_both_ways(optimizer) -
 
 
 def test_steps_are_written_to_the_host_in_checkpoints() -> None:
-    from advisor.transforms.fused_optimizer import _to_host
+    from advisor.transforms.fused_optimizer import moved_to_host
 
-    steps = _to_host([torch.tensor(3.0), torch.tensor(4.0)])
+    steps = moved_to_host([torch.tensor(3.0), torch.tensor(4.0)])
     assert [step.item() for step in steps] == [3.0, 4.0]
     assert all(step.dim() == 0 for step in steps)
 

@@ -130,7 +130,7 @@ def test_a_move_sends_bytes(kept, move) -> None:
 
 def test_cuda_is_a_move(kept, monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(images, "_moved", lambda *given: asked.append(given[1:4]) or torch.zeros(1))
+    monkeypatch.setattr(images, "moved_batch", lambda *given: asked.append(given[1:4]) or torch.zeros(1))
     kept.cuda()
     kept.cuda(1, non_blocking=True)
     kept.cuda("cuda:2")

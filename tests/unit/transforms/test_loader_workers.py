@@ -125,10 +125,10 @@ def test_what_it_refuses(loop, monkeypatch) -> None:
     assert "no such image" in reason(DataLoader(Broken()))
     assert "on a device" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
     spawned = DataLoader(Augmenting(lambda: None), multiprocessing_context=None)
-    monkeypatch.setattr(loader_workers, "_forks", lambda loader: False)
+    monkeypatch.setattr(loader_workers, "forks", lambda loader: False)
     assert "cannot be pickled" in reason(spawned)
-    monkeypatch.setattr(loader_workers, "_forks", lambda loader: True)
-    monkeypatch.setattr(loader_workers, "_shared_memory_bytes", lambda: 10)
+    monkeypatch.setattr(loader_workers, "forks", lambda loader: True)
+    monkeypatch.setattr(loader_workers, "shared_memory_bytes", lambda: 10)
     assert "shared memory" in reason(make_loader())
     loop.training.loaders.clear()
     assert "no DataLoader" in LoaderWorkers().match(loop.training, TWO).reason
@@ -347,8 +347,8 @@ def test_an_item_that_comes_to_no_end_or_ends_its_process(loop, monkeypatch, cap
     children: list[int] = []
     fork = os.fork
     monkeypatch.setattr(os, "fork", lambda: (children.append(fork()), children[-1])[1])
-    for patience_s, end in ((0.3, signal.pause), (loader._PATIENCE_S, lambda: os._exit(3))):
-        monkeypatch.setattr(loader, "_PATIENCE_S", patience_s)
+    for patience_s, end in ((0.3, signal.pause), (loader.PATIENCE_S, lambda: os._exit(3))):
+        monkeypatch.setattr(loader, "PATIENCE_S", patience_s)
         loop.training.loaders[:] = [DataLoader(Augmenting(end))]
         assert "came to no end" in LoaderWorkers().match(loop.training, TWO).reason
     loop.training.loaders[:] = [DataLoader(Augmenting(lambda: os.write(1, b"said")))]
@@ -362,8 +362,8 @@ def test_an_item_that_comes_to_no_end_or_ends_its_process(loop, monkeypatch, cap
 
 def test_items_are_read_once_a_loader_and_with_each_set_of_files(monkeypatch, tmp_path) -> None:
     reads = []
-    in_a_fork = loader._in_a_fork
-    monkeypatch.setattr(loader, "_in_a_fork", lambda read: reads.append(read) or in_a_fork(read))
+    in_a_fork = loader.in_a_fork
+    monkeypatch.setattr(loader, "in_a_fork", lambda read: reads.append(read) or in_a_fork(read))
     plain = make_loader()
     assert probe(plain) == probe(plain)
     assert len(reads) == 1

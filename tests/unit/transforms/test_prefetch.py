@@ -343,5 +343,5 @@ def test_what_it_refuses(loop) -> None:
     ],
 )
 def test_targets_of_to(args, kwargs, expected) -> None:
-    target = prefetch._target(args, kwargs)
+    target = prefetch.target_of(args, kwargs)
     assert (str(target) if target else None) == expected

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from loops import make_loop
 
-from advisor.analysis.predict import _predictor
+from advisor.analysis.predict import predictor
 from advisor.core import transform_table
 from advisor.core.errors import AdvisorError
 from advisor.core.transform_table import ROWS
@@ -23,7 +23,7 @@ def test_each_id_leads_to_its_transform(identifier: str) -> None:
     assert (transform.title, transform.semantics, transform.live) == (row.title, row.semantics, row.live)
     assert (transform.conflicts, transform.waits_for) == (row.conflicts, row.waits_for)
     assert transform.__doc__
-    assert not row.predictor or callable(_predictor(row.predictor))
+    assert not row.predictor or callable(predictor(row.predictor))
 
 
 @pytest.mark.parametrize("identifier", OF_TORCH)

@@ -15,7 +15,7 @@ FILE = __file__
 
 @pytest.fixture(autouse=True)
 def _the_script_reads_no_gradients(monkeypatch) -> None:
-    monkeypatch.setattr(set_to_none, "_grad_readers", lambda training: [])
+    monkeypatch.setattr(set_to_none, "grad_readers", lambda training: [])
 
 
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])

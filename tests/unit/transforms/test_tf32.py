@@ -8,13 +8,13 @@ import pytest
 import torch
 from loops import make_loop
 
-from advisor.transforms.tf32 import Tf32, _new_interface, _switched_off
+from advisor.transforms.tf32 import Tf32, new_interface, switched_off
 
 OPERATIONS = ("all", "matmul", "conv", "rnn")
 
 
 def state() -> tuple:
-    newer = tuple(torch._C._get_fp32_precision_getter("cuda", op) for op in OPERATIONS) if _new_interface() else ()
+    newer = tuple(torch._C._get_fp32_precision_getter("cuda", op) for op in OPERATIONS) if new_interface() else ()
     legacy = []
     for read in (torch._C._get_cublas_allow_tf32, torch._C._get_cudnn_allow_tf32, torch.get_float32_matmul_precision):
         try:
@@ -38,7 +38,7 @@ def check(start: str) -> None:
     exec(start, {"torch": torch})
     before = state()
     undo = Tf32().apply(make_loop(steps=0).training, {})
-    assert not _switched_off(), _switched_off()
+    assert not switched_off(), switched_off()
     during = state()
     assert during.count("mixed") <= before.count("mixed"), (before, during)
     undo.run()
@@ -48,7 +48,7 @@ def check(start: str) -> None:
 
 @pytest.mark.parametrize("start", STARTS)
 def test_flags_agree_while_on_and_come_back(start: str) -> None:
-    if start.startswith("new") and not _new_interface():
+    if start.startswith("new") and not new_interface():
         pytest.skip("torch has one interface only")
     # A process of its own: some of these states cannot be left again.
     child = multiprocessing.get_context("fork").Process(target=check, args=(STARTS[start],))

@@ -205,7 +205,7 @@ def test_prefetch_sends_the_bytes_ahead(loop, monkeypatch) -> None:
     monkeypatch.setattr(prefetch, "CudaCopies", Copies)
     Uint8Batches().apply(loop.training, {})
     loop.training.device = torch.device("meta", 0)
-    monkeypatch.setattr(uint8_batches, "_on_gpu", lambda training: True)
+    monkeypatch.setattr(uint8_batches, "on_gpu", lambda training: True)
     loader = make_loader(pin_memory=False)
     loop.training.loaders.append(loader)
     images.moved.clear()

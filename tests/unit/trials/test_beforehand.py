@@ -31,7 +31,7 @@ def test_what_is_not_done_ends_with_the_search(machine, monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(beforehand, "MODULE", "goes_on")
     process = beforehand.compile_ahead(GPU)
-    beforehand._end(process)
+    beforehand.end(process)
     assert process.returncode == -signal.SIGKILL
 
 

@@ -32,7 +32,7 @@ def test_epoch_starts_weigh_alike_in_windows_that_hold_more_and_fewer_of_them():
 
 def test_a_pair_is_not_decided_by_whose_window_an_epochs_start_falls_into():
     """Of thirty steps of the slow arm none begins an epoch; the fast one takes 39 for the same time, and one does."""
-    tried = pairs._Pairs(
+    tried = pairs.PairsOfRuns(
         off=[run(24.0, 13, epoch=44, seed=i) for i in range(3)],
         on=[run(18.0, 13, epoch=44, count=39, seed=i) for i in range(3)],
     )

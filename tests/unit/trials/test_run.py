@@ -30,7 +30,7 @@ os.wait()
 def machine(monkeypatch, tmp_path):
     """This machine, and a plan that was proved on it."""
     text = "NVIDIA H200 sm_90 torch 2.11"
-    monkeypatch.setattr(run, "_environment_text", lambda: text)
+    monkeypatch.setattr(run, "environment_text", lambda: text)
     monkeypatch.setattr(planfile, "kernels_hash", lambda: "k0")
     trained = tmp_path / "train.py"
     trained.write_text("pass")

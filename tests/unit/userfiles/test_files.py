@@ -758,8 +758,8 @@ except KeyboardInterrupt:
 
 def test_what_still_works_there_is_ended_before_files_are_put_back(work, monkeypatch):
     """A forked saver whose parent was killed: it would write on over what is back, as it holds everything for set aside."""
-    monkeypatch.setattr(owners, "_LEAVES_S", 0.0)
-    monkeypatch.setattr(owners, "_ASKED_S", 0.2)
+    monkeypatch.setattr(owners, "LEAVES_S", 0.0)
+    monkeypatch.setattr(owners, "ASKED_S", 0.2)
     before = tree(work)
     run_dir, _ = run(
         work,
@@ -853,7 +853,7 @@ def test_a_copy_that_the_disk_has_no_room_for_is_not_begun(tmp_path, monkeypatch
     large = tmp_path / "data.h5"
     with open(large, "wb") as stream:
         stream.truncate(1 << 21)
-    monkeypatch.setattr(journal, "_cloned", lambda *places: False)
+    monkeypatch.setattr(journal, "cloned", lambda *places: False)
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_bavail=100, f_frsize=4096))
     monkeypatch.setattr(shutil, "copy2", lambda *places, **more: pytest.fail("it was begun"))
     with pytest.raises(OSError, match=r"a copy needs 2\.00 MiB, and 400 KiB are free") as found:
@@ -920,7 +920,7 @@ def test_a_run_of_another_machine_is_left_to_that(work, monkeypatch):
     run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
     changed = tree(work)
     monkeypatch.setattr(platform, "node", lambda: "another")
-    monkeypatch.setattr(owners, "_seen", None)
+    monkeypatch.setattr(owners, "last_seen", None)
     assert restore.restore_pending(run_dir.parent) == restore.Pending(foreign=(str(run_dir),))
     assert restore.restore_pending(run_dir.parent / "elsewhere") == restore.Pending()
     assert tree(work) == changed

@@ -156,7 +156,7 @@ def test_a_fault_of_ours_ends_the_annotation_and_not_the_call(monkeypatch: pytes
     def broken(name: str) -> None:
         raise OSError("planted")
 
-    monkeypatch.setattr(annotate, "_open", broken)
+    monkeypatch.setattr(annotate, "open_range", broken)
     annotator = Annotator()
     annotator.start()
     try:

@@ -507,7 +507,7 @@ class Counters:
 
 def with_counters(monkeypatch: pytest.MonkeyPatch, made: Any) -> TraceCollector:
     monkeypatch.setattr(dramwindow, "DramCounters", made)
-    monkeypatch.setattr(collector, "_cuda_usable", lambda device: True)
+    monkeypatch.setattr(collector, "cuda_usable", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *args: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     return TraceCollector(torch.device("cuda", 0), Session(mode="profile", run_dir="", script="train.py"), step_s=0.5)
@@ -529,7 +529,7 @@ def test_a_window_of_unknown_bounds_ends_before_the_last_burst() -> None:
         name=names, start_ns=[10, 20, 30, 80], end_ns=[18, 22, 60, 90], annotation=["burst", "clock", "", "burst"]
     )
     trace = Trace(device="cuda", step_bounds_ns=[], ops=ops)
-    collector._set_bounds(trace, [], [])
+    collector.set_bounds(trace, [], [])
     assert trace.step_bounds_ns == [22, 80]
 
 
@@ -578,9 +578,9 @@ def test_cupti_stays_where_the_process_ends_after_the_trace(monkeypatch) -> None
     """Taken down in the last moments of a process it keeps that from ending."""
     wanted: list[bool] = []
     monkeypatch.setattr(kinetosession, "choose_teardown", lambda ours, *, wanted: seen(wanted))
-    monkeypatch.setattr(collector, "_cuda_usable", lambda device: True)
+    monkeypatch.setattr(collector, "cuda_usable", lambda device: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(collector.TraceCollector, "_open_counters", lambda *_: None)
+    monkeypatch.setattr(collector.TraceCollector, "open_counters", lambda *_: None)
 
     def seen(value: bool) -> str:
         wanted.append(value)
@@ -602,14 +602,14 @@ def test_the_end_of_a_trace_waits_until_cupti_is_down(monkeypatch) -> None:
             return True
 
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(kinetosession, "_threads", lambda: next(threads))
+    monkeypatch.setattr(kinetosession, "thread_count", lambda: next(threads))
     monkeypatch.setattr(kinetosession, "TEARDOWN_LEAST_S", 0.0)
-    kinetosession._see_cupti_down(7)
+    kinetosession.see_cupti_down(7)
     assert len(queries) == 4
     # A thread of somebody else's that stays keeps nobody waiting for long.
-    monkeypatch.setattr(kinetosession, "_threads", lambda: 8)
+    monkeypatch.setattr(kinetosession, "thread_count", lambda: 8)
     monkeypatch.setattr(kinetosession, "TEARDOWN_MOST_S", 0.05)
-    kinetosession._see_cupti_down(7)
+    kinetosession.see_cupti_down(7)
 
 
 @pytest.mark.parametrize(

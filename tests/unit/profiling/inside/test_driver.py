@@ -337,7 +337,7 @@ def test_what_is_written_in_between_asks_no_event_that_the_device_has_not_come_t
 def test_no_rank_waits_by_its_own_clock_until_loader_workers_have_settled(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ProfileDriver, "_settled", lambda self, step: False)
+    monkeypatch.setattr(ProfileDriver, "is_settled", lambda self, step: False)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
     start()

@@ -15,7 +15,7 @@ def found(tmp_path: Path):
     """What is found in a main script of this text, and modules beside it."""
 
     def look(text: str, **modules: str) -> dict[str, str]:
-        settings._of_file.cache_clear()
+        settings.of_file.cache_clear()
         loaded = {}
         for name, body in {"__main__": text, **modules}.items():
             path = tmp_path / f"{name.strip('_')}.py"

@@ -45,7 +45,7 @@ def test_kernels_copies_and_calls_are_read_and_joined() -> None:
     fill = record(
         64, nbytes=(8, "Q", 64), start=(16, "Q", 30), end=(24, "Q", 31), stream=(40, "I", 7), link=(44, "I", 13)
     )
-    found = activity._Found(Library(), 1000, {})
+    found = activity.Found(Library(), 1000, {})
     records = [
         (activity.CONCURRENT_KERNEL, kernel),
         (activity.MEMCPY, copy),

@@ -187,8 +187,8 @@ def test_other_systems_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_loaded_library_is_preferred_to_installed_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     loaded, installed = tmp_path / "loaded.so", tmp_path / "installed.so"
     installed.touch()
-    monkeypatch.setattr(cupti, "_loaded", lambda: [loaded])
-    monkeypatch.setattr(cupti, "_installed", lambda: [installed])
+    monkeypatch.setattr(cupti, "loaded", lambda: [loaded])
+    monkeypatch.setattr(cupti, "installed", lambda: [installed])
     assert cupti.find_library() == installed  # a deleted file that is still mapped cannot be opened again
     loaded.touch()
     assert cupti.find_library() == loaded
@@ -200,11 +200,11 @@ def test_the_loaded_library_is_found_in_paths_with_spaces(monkeypatch: pytest.Mo
         "7f01-7f02 r--p 00000000 08:01 43    /usr/lib/libc.so.6\n"
     )
     monkeypatch.setattr(cupti.Path, "read_text", lambda *_, **__: maps)
-    assert cupti._loaded() == [Path("/home/ada l/venv/nvidia/cu13/lib/libcupti.so.13")]
+    assert cupti.loaded() == [Path("/home/ada l/venv/nvidia/cu13/lib/libcupti.so.13")]
 
 
 def test_no_library_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    for place in ("_loaded", "_installed", "_toolkit"):
+    for place in ("loaded", "installed", "_toolkit"):
         monkeypatch.setattr(cupti, place, list)
     with pytest.raises(cupti.CountersUnavailable, match=r"no libcupti was found; expected .*\. Install a CUDA build"):
         cupti.find_library()

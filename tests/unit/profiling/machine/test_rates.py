@@ -18,7 +18,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "CPU_COPY_BYTES", 1 << 20)
     monkeypatch.setattr(rates, "CPU_MATRIX", 128)
     monkeypatch.setattr(rates, "PAUSE_S", 0.0)
-    monkeypatch.setattr(rates, "_wall", lambda work: 1e-3)
+    monkeypatch.setattr(rates, "wall", lambda work: 1e-3)
 
 
 def test_the_clock_of_a_rate_is_what_the_rate_is_made_of() -> None:
@@ -27,8 +27,8 @@ def test_the_clock_of_a_rate_is_what_the_rate_is_made_of() -> None:
     def clock(work: object) -> float:
         return 1e-3
 
-    assert rates._copy_gbps(1 << 20, CPU, clock)[0] == pytest.approx(2 * 2**20 / 1e-3 / 1e9)
-    rate, seconds = rates._matrix_tflops(torch.float32, CPU, clock)
+    assert rates.measure_copy(1 << 20, CPU, clock)[0] == pytest.approx(2 * 2**20 / 1e-3 / 1e9)
+    rate, seconds = rates.measure_matrix(torch.float32, CPU, clock)
     assert rate == pytest.approx(2 * rates.CPU_MATRIX**3 / 1e-3 / 1e12)
     assert set(seconds) == {1e-3}
     assert len(seconds) >= rates.REPEATS
@@ -42,7 +42,7 @@ def test_a_slow_device_gets_smaller_products_and_fewer_runs(monkeypatch: pytest.
         runs.append(1)
         return 0.3
 
-    rate, _ = rates._matrix_tflops(torch.float32, CPU, clock)
+    rate, _ = rates.measure_matrix(torch.float32, CPU, clock)
     assert rate == pytest.approx(2 * 128**3 / 0.3 / 1e12)
     assert len(runs) <= 3
 
@@ -77,9 +77,9 @@ def test_rates_beside_others_work_are_measured_again(monkeypatch: pytest.MonkeyP
 def test_runs_that_differ_are_in_doubt_where_nothing_tells_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hostload, "busy_seconds", lambda: None)
     times = itertools.cycle((1e-3, 1e-3, 3e-3, 4e-3))
-    monkeypatch.setattr(rates, "_wall", lambda work: next(times))
+    monkeypatch.setattr(rates, "wall", lambda work: next(times))
     assert "apart" in rates.of_cpu().doubt
-    monkeypatch.setattr(rates, "_wall", lambda work: 1e-3)
+    monkeypatch.setattr(rates, "wall", lambda work: 1e-3)
     assert rates.of_cpu().doubt == ""
 
 
@@ -118,7 +118,7 @@ class Gpu:
 def test_a_gpu_that_works_or_throttles_is_in_doubt(
     monkeypatch: pytest.MonkeyPatch, gpu: Gpu | None, doubt: str
 ) -> None:
-    monkeypatch.setattr(rates, "_rates", lambda device, kinds, clock, disturbance: rates.Rates(
+    monkeypatch.setattr(rates, "rates", lambda device, kinds, clock, disturbance: rates.Rates(
         copy_gbps=1.0, matrix_tflops={}, doubt=disturbance(rates.Runs())
     ))  # fmt: skip
     found = rates.of_gpu(torch.device("cuda"), 90, gpu, shared=False)

@@ -13,7 +13,7 @@ from advisor.trials.live.disturbance import LEAST_BLOCKS, MachineWatch
 def gpu(monkeypatch):
     """One GPU on which this process trains: NVML's reader of it, and its fake driver."""
     fake = FakeNvml().use(monkeypatch)
-    monkeypatch.setattr(disturbance, "_open", lambda device: nvml.GpuReader(fake.gpus[0].uuid))
+    monkeypatch.setattr(disturbance, "open_reader", lambda device: nvml.GpuReader(fake.gpus[0].uuid))
     fake.gpus[0].pids = [1]
     return fake
 
@@ -91,7 +91,7 @@ def test_a_driver_that_fails_is_not_asked_again(gpu, monkeypatch):
 
 
 def test_no_nvml_means_no_watch():
-    assert disturbance._open(torch.device("cpu")) is None
+    assert disturbance.open_reader(torch.device("cpu")) is None
 
 
 def test_threads_that_wait_for_a_core(monkeypatch, tmp_path):

@@ -68,7 +68,7 @@ def trial(detector: Detector, gain: float, monkeypatch: pytest.MonkeyPatch) -> t
         return ""
         yield
 
-    monkeypatch.setattr(TimedBlocks, "_block", block)
+    monkeypatch.setattr(TimedBlocks, "block", block)
     loop = SimpleNamespace(
         session=Session(mode="search", run_dir="", script="t.py", min_gain=0.01, max_pairs=20),
         step_us=1e5, parts=1, machine=SimpleNamespace(renew=lambda: None), synchronize=lambda: None, note=lambda _: None,
@@ -102,7 +102,7 @@ def test_a_change_that_leaves_small_images_to_the_host_is_found(monkeypatch):
     odd = {"uneven": 0.06, "floor": 0.8, "run": 3}
     assert kept(0.3, monkeypatch, 40, **odd) >= 38
     by_size = kept(0.05, monkeypatch, 40, **odd)
-    monkeypatch.setattr(sizes, "_by_size", lambda arms, scaled: scaled)
+    monkeypatch.setattr(sizes, "by_size", lambda arms, scaled: scaled)
     assert kept(0.05, monkeypatch, 40, **odd) <= by_size - 10
 
 

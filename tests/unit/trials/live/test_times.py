@@ -74,7 +74,7 @@ def test_the_loops_step_is_that_with_the_change_only_where_it_stays(monkeypatch,
         return ""
         yield
 
-    monkeypatch.setattr(TimedBlocks, "_block", block)
+    monkeypatch.setattr(TimedBlocks, "block", block)
     switch = SimpleNamespace(is_on=True, on=lambda: None, off=lambda: None)
     loop = loop_of(PAIRS)
     course = TimedBlocks(loop, Limit(math.inf), times).run(switch, InTrial(transform="tf32", starts=1))
@@ -98,7 +98,7 @@ def test_a_noisy_first_stage_is_taken_anew_in_parts_as_far_as_time_allows(monkey
         return ""
         yield
 
-    monkeypatch.setattr(TimedBlocks, "_block", block)
+    monkeypatch.setattr(TimedBlocks, "block", block)
     switch = SimpleNamespace(is_on=True, on=lambda: None, off=lambda: None)
     noted = []
     loop = loop_of(20, noted)
@@ -150,7 +150,7 @@ def kept_of(trials, gain, monkeypatch):
             return ""
             yield
 
-        monkeypatch.setattr(TimedBlocks, "_block", block)
+        monkeypatch.setattr(TimedBlocks, "block", block)
         switch = SimpleNamespace(is_on=False, on=lambda: None, off=lambda: None)
         course = TimedBlocks(loop_of(20), Limit(math.inf), times).run(switch, InTrial(transform="tf32", starts=1))
         with pytest.raises(StopIteration) as ended:

@@ -41,7 +41,7 @@ def pairs() -> tuple[list[torch.Tensor], list[torch.Tensor]]:
 
 
 def sums(found: list[torch.Tensor], base: list[torch.Tensor]) -> module.Row:
-    return module._added(rows(found, base))
+    return module.added(rows(found, base))
 
 
 @pytest.mark.parametrize("together", [True, False])

@@ -10,7 +10,7 @@ from advisor.core.findings import Semantics
 from advisor.core.verdict import Check
 from advisor.loop.training import RootModule, Training
 from advisor.trials.numerics.gate import Gate
-from advisor.trials.numerics.replay import _reordered
+from advisor.trials.numerics.replay import reordered
 
 
 class Detector(nn.Module):
@@ -112,7 +112,7 @@ def test_other_samples_of_the_same_batch_show_a_stale_input() -> None:
 
 def test_samples_of_lists_change_places_and_are_whole() -> None:
     images, targets = batch(3)
-    ((moved, theirs), other) = _reordered((images, targets), {"scale": torch.arange(3), "levels": torch.arange(4)})
+    ((moved, theirs), other) = reordered((images, targets), {"scale": torch.arange(3), "levels": torch.arange(4)})
     assert all(a is b for a, b in zip(moved, [images[2], *images[:2]], strict=True))
     assert all(a is b for a, b in zip(theirs, [targets[2], *targets[:2]], strict=True))
     assert other["scale"].tolist() == [2, 0, 1]
@@ -121,9 +121,9 @@ def test_samples_of_lists_change_places_and_are_whole() -> None:
 
 def test_rows_of_tensors_change_places() -> None:
     levels = [torch.randn(4, 8, n, n) for n in (8, 4)]  # features of several sizes are no samples
-    ((x, moved), _) = _reordered((torch.arange(4), levels), {})
+    ((x, moved), _) = reordered((torch.arange(4), levels), {})
     assert x.tolist() == [3, 0, 1, 2]
     assert all(torch.equal(a[1:], b[:-1]) for a, b in zip(moved, levels, strict=True))
-    ((image, boxes), _) = _reordered((torch.arange(4.0).view(1, 1, 4), torch.tensor([[1.0, 2, 3, 4]])), {})
+    ((image, boxes), _) = reordered((torch.arange(4.0).view(1, 1, 4), torch.tensor([[1.0, 2, 3, 4]])), {})
     assert image.flatten().tolist() == [3, 2, 1, 0]
     assert boxes.flatten().tolist() == [1, 2, 3, 4]

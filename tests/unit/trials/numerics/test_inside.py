@@ -226,7 +226,7 @@ def test_a_bias_that_is_known_to_be_left_out_is_told_without_a_block_around(monk
     parts = next(change.parts for change in right.changes(loop) if change.name == "bias before norm")
     check = loop.judge(Change("bf16 and it", (*parts, *bf16(loop)), Semantics.PRECISION))
     assert check.passed, check
-    monkeypatch.setattr(conv_bias._Pair, "with_whole_mean", lambda self, inner, module: inner)
+    monkeypatch.setattr(conv_bias.Pair, "with_whole_mean", lambda self, inner, module: inner)
     loop = Loop(flat(), 2)
     parts = next(change.parts for change in right.changes(loop) if change.name == "bias before norm")
     check = loop.judge(Change("no share of it in the mean", (*parts, *bf16(loop)), Semantics.PRECISION))
@@ -362,7 +362,7 @@ def test_an_operation_that_fails_while_it_is_looked_at_leaves_autocast_as_it_was
     loop = loop_of("classifier, ResNet")
     model = loop.script.models[0]
     parts = (*bf16(loop), lambda: capture.set_family([model], "batchnorm_act").run)
-    monkeypatch.setattr(operations, "_listed", lambda result: 1 / 0)
+    monkeypatch.setattr(operations, "listed", lambda result: 1 / 0)
     check = loop.judge(Change("kernels", parts, Semantics.PRECISION))
     assert "could not be checked (ZeroDivisionError" in check.detail
     assert not torch.is_autocast_enabled("cpu")
