@@ -8,6 +8,7 @@ waited for is said.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -26,6 +27,13 @@ FAULT_S = 10.0  # for a process in which advisor has switched itself off to end 
 # torch is rarely there for anything but a loop of its own.
 CUPY_TOLD_S, CUPY_S, TORCH_S = 3.0, 30.0, 600.0
 STARTS, START_MARGIN_S = 4.0, 20.0
+OTHERS_WORKED = "processes that the script started did the work and joined no process group; call the function that trains in the script itself"
+
+
+def others_worked() -> bool:
+    """Whether ended processes that this one has started took more of the CPU's time than it did itself."""
+    used = os.times()
+    return used.children_user + used.children_system > used.user + used.system
 
 
 def patience_s(first_step_s: float | None) -> float:

@@ -360,7 +360,7 @@ def check_measured(ended: Exit, *, thrown_away: bool, held: str = "") -> None:
 
 def nothing_measured(measured: StepProfile, ended: Exit) -> str:
     from advisor.loop.session import DISABLE_VARIABLE, disabled
-    from advisor.loop.waiting import Stage, missing
+    from advisor.loop.waiting import OTHERS_WORKED, Stage, missing
 
     if disabled():
         return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"
@@ -372,6 +372,8 @@ def nothing_measured(measured: StepProfile, ended: Exit) -> str:
         return f"nothing was measured: {missing(ended.reached)}"
     if measured.steps_seen:
         return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"
+    if OTHERS_WORKED in measured.notes:
+        return f"no training step was seen: {OTHERS_WORKED}"
     return "no training step was seen; if the script trains without an optimizer, call advisor.step() after each step"
 
 

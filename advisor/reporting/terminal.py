@@ -262,8 +262,8 @@ def _notes(page: Page, profile: StepProfile) -> list[str]:
         lines += page.wrap("Another process used this GPU during the run. Do not trust the times.", 2, "yellow")
     if not profile.complete:
         lines += page.wrap("This run is incomplete: the script ended before everything was measured.", 2, "yellow")
-    for note in (*profile.notes, *profile.environment.notes):
-        lines += page.wrap(wording.sentence(note), 2, "dim")
+    told = [page.wrap(wording.sentence(note), 2, "dim") for note in (*profile.notes, *profile.environment.notes)]
+    lines = [line for note in told for line in note] + lines  # what the script is, before how it was looked at
     return [page.heading("Notes"), *lines] if lines else []
 
 

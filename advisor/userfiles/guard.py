@@ -129,6 +129,10 @@ class Guard:
     def written_at(self, path: str | bytes | os.PathLike[str], *, truncates: bool) -> None:
         """`path` is about to be opened for writing; a symbolic link stays, and what it points to is set aside."""
         target = os.fsdecode(path)
+        if os.path.isdir(
+            target
+        ):  # an error, or a file without a name in this folder (O_TMPFILE): nothing that is there changes
+            return
         self.touch(os.path.realpath(target) if os.path.islink(target) else target, truncates=truncates)
 
     def announced(self, path: str | bytes | os.PathLike[str], truncates: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
 from advisor.loop.records import STEPS_FILE, StepsRecord
 from advisor.loop.session import Session
-from advisor.loop.waiting import Stage
+from advisor.loop.waiting import OTHERS_WORKED, Stage
 from advisor.pipeline.profiling import check_measured, nothing_measured, shorter_session
 from advisor.profiling.beside.launcher import Exit
 from advisor.profiling.inside.driver import MIN_WARMUP
@@ -74,6 +75,8 @@ def test_why_nothing_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
         (Exit(code=0, fault="KeyError: 1"), "advisor switched itself off in the script, which went on: KeyError: 1"),
     ):
         assert nothing_measured(empty, ended).startswith(told)
+    elsewhere = replace(empty, notes=(OTHERS_WORKED,))
+    assert "joined no process group" in nothing_measured(elsewhere, Exit(code=0))
     monkeypatch.setenv("ADVISOR_DISABLE", "1")
     assert (
         nothing_measured(empty, Exit(code=0))

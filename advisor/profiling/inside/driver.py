@@ -34,6 +34,7 @@ from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times
 from advisor.loop.training import StepEvent, Training
+from advisor.loop.waiting import OTHERS_WORKED, others_worked
 from advisor.profiling.inside.behind import Behind
 from advisor.profiling.inside.facts import model_facts
 from advisor.profiling.inside.inputfacts import input_stats
@@ -340,6 +341,8 @@ class ProfileDriver:
         if self.watcher.kind == FORWARD:
             # First, for it says of what all else is told.
             notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
+        if not self.watcher.seen and others_worked():
+            notes.append(OTHERS_WORKED)
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self.traced.bounds]

@@ -233,6 +233,12 @@ def test_each_round_is_told_once_also_where_its_last_verdict_comes_later():
     assert text.index(last.title) < text.index("Round 2")
 
 
+def test_what_the_script_is_stands_above_how_it_was_looked_at():
+    text = terminal.profile_text(replace(samples.cpu_run(), notes=("the script trains nothing",)), None, 100)
+    notes = text[text.index("Notes") :]
+    assert notes.index("The script trains nothing.") < notes.index("traced")
+
+
 def test_notes_of_a_search_are_no_files():
     text = terminal_trials.trials_text(replace(samples.trials(), notes=("no time was left for round 3",)), 80)
     assert "(diverted from checkpoint.pth)\n\nNotes of the search\n  No time was left for round 3.\n" in text

@@ -498,6 +498,24 @@ open("out/best.pt", "w").write("of the second")
     assert (work / "out/best.pt").read_text() == "the user's best weights"
 
 
+def test_two_searches_may_both_have_nameless_files_in_one_folder(work, other):
+    """Planted: /tmp was taken for a file that the first one wrote (O_TMPFILE), and the second script failed."""
+    nameless = "import tempfile; tempfile.TemporaryFile(dir=os.getcwd()).write(b'x')"
+    first, _ = run(work, nameless)
+    with open(first / "files" / owners.OWNERS, "a") as lines:
+        lines.write(other[1])
+    code = f"""
+import os, sys
+from pathlib import Path
+sys.path.insert(0, {str(ROOT)!r})
+from advisor.userfiles.guard import Guard
+Guard.of(Path({str(first.with_name("two"))!r}))
+{nameless}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], cwd=work, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_a_later_process_with_the_number_of_a_dead_search_does_not_hold_it(work, other):
     run_dir, _ = run(work, 'open("log.csv", "a").write("x")')
     if not owners.started(os.getpid()):
