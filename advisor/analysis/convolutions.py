@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,6 +108,7 @@ def algorithm(row: KernelRow) -> str:
     return _named(row.name)
 
 
+@functools.lru_cache(maxsize=4096)  # a name is asked for by each table of a report, and templates' are long
 def _named(kernel: str) -> str:
     return next((name for name, pattern in _ALGORITHMS if pattern.search(kernel)), "other")
 
@@ -115,9 +117,14 @@ def direction(row: KernelRow) -> str:
     """Which product a row is of."""
     if row.phase != "backward":
         return FORWARD
-    if _WEIGHT.search(row.name):
+    return _gradient(row.name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gradient(kernel: str) -> str:
+    if _WEIGHT.search(kernel):
         return WEIGHT
-    return DATA if _DATA.search(row.name) else GRADIENTS
+    return DATA if _DATA.search(kernel) else GRADIENTS
 
 
 def products(profile: StepProfile) -> tuple[Product, ...]:
@@ -131,8 +138,9 @@ def products(profile: StepProfile) -> tuple[Product, ...]:
     forward = _Forwards(groups)
     conversions = _conversions(view, groups)
     convs = layers.convolutions(profile)
+    shares = _shares_of_gradients(groups)
     found = [
-        _product(view, rows, key, forward.of(key), conversions.get(key, []), convs, _of_gradients(groups, key))
+        _product(view, rows, key, forward.of(key), conversions.get(key, []), convs, shares.get(key, 0.0))
         for key, rows in groups.items()
     ]
     return tuple(sorted(found, key=lambda p: (-p.total_us, p.module, p.shape, p.direction)))
@@ -170,10 +178,13 @@ class _Forwards:
         return found or []
 
 
-def _of_gradients(groups: Mapping[_Key, list[KernelRow]], key: _Key) -> float:
-    """A gradient's share of the time of all gradients of its convolution."""
-    times = {k: sum(row.time_us for row in rows) for k, rows in groups.items() if k[:2] == key[:2] and k[2] != FORWARD}
-    return times.get(key, 0.0) / sum(times.values()) if key in times else 0.0
+def _shares_of_gradients(groups: Mapping[_Key, list[KernelRow]]) -> dict[_Key, float]:
+    """Each gradient's share of the time of all gradients of its convolution."""
+    times = {key: sum(row.time_us for row in rows) for key, rows in groups.items() if key[2] != FORWARD}
+    whole: dict[tuple[str, str], float] = {}
+    for key, time_us in times.items():
+        whole[key[:2]] = whole.get(key[:2], 0.0) + time_us
+    return {key: time_us / whole[key[:2]] for key, time_us in times.items()}
 
 
 def _conversions(view: View, groups: Mapping[_Key, list[KernelRow]]) -> dict[_Key, list[KernelRow]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -72,6 +73,7 @@ def imported(source: str) -> Iterator[str]:
                 yield text.value.split(".")[0]
 
 
+@functools.cache  # by three tests: it parses every module
 def of_others() -> dict[str, set[str]]:
     """Package to the files of advisor/ that import it, without Python's own and ours."""
     found: dict[str, set[str]] = {}
