@@ -30,10 +30,10 @@ STARTS, START_MARGIN_S = 4.0, 20.0
 OTHERS_WORKED = "processes that the script started did the work and joined no process group; call the function that trains in the script itself"
 
 
-def others_worked() -> bool:
-    """Whether ended processes that this one has started took more of the CPU's time than it did itself."""
+def others_worked() -> list[str]:
+    """That processes which this one has started did the work: those that have ended took more of the CPU's time than it did itself."""
     used = os.times()
-    return used.children_user + used.children_system > used.user + used.system
+    return [OTHERS_WORKED] if used.children_user + used.children_system > used.user + used.system else []
 
 
 def patience_s(first_step_s: float | None) -> float:

@@ -34,7 +34,7 @@ from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times
 from advisor.loop.training import StepEvent, Training
-from advisor.loop.waiting import OTHERS_WORKED, others_worked
+from advisor.loop.waiting import others_worked
 from advisor.profiling.inside.behind import Behind
 from advisor.profiling.inside.facts import model_facts
 from advisor.profiling.inside.inputfacts import input_stats
@@ -330,9 +330,7 @@ class ProfileDriver:
     def record(self) -> StepsRecord:
         """Everything about the steps so far. Event times appear once a phase is over: reading them waits for the GPU."""
         provisional = self._provisional()
-        times = self._times
-        if times is None:
-            times = step_times([without_event(step) for step in self._boundaries()])
+        times = self._times or step_times([without_event(step) for step in self._boundaries()])
         notes = list(self._notes)
         if provisional and self.watcher.seen:
             notes.append(f"the script ended after {self.watcher.seen} steps: these times include its warm-up")
@@ -341,8 +339,8 @@ class ProfileDriver:
         if self.watcher.kind == FORWARD:
             # First, for it says of what all else is told.
             notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
-        if not self.watcher.seen and others_worked():
-            notes.append(OTHERS_WORKED)
+        if not self.watcher.seen:
+            notes += others_worked()
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self.traced.bounds]
