@@ -339,8 +339,7 @@ class ProfileDriver:
         if self.watcher.kind == FORWARD:
             # First, for it says of what all else is told.
             notes.insert(0, "the script trains nothing, so each round of model calls counts as a step")
-        if not self.watcher.seen:
-            notes += others_worked()
+        notes += [] if self.watcher.seen else others_worked()
         first_ns = self.discovery.seen.first_ns
         first = self._warm_boundaries[0].host_ns if self._warm_boundaries else 0
         bounds = [bound.host_ns for bound in self.traced.bounds]
