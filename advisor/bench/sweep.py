@@ -22,10 +22,11 @@ from torch.nn import functional as F
 from advisor.bench import results
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.units import counted, percent_text
+from advisor.transforms.choosing.clock import device_us
 
 FILE = "conv.json"
 CLIFF = 1.3
-WARMUP, ROUNDS = 2, 5
+WARMUP, ROUNDS, CALLS = 2, 3, 3  # before the clock; rows; calls a row
 PRODUCTS = ("forward", "data gradient", "weight gradient")
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SEQUENCE = ((3, 7), (64, 7), (16, 3), (96, 13), (8, 5), (128, 3), (32, 9))  # channels, taps
@@ -222,17 +223,10 @@ def calls(shape: Shape, dtype: torch.dtype, layout: str) -> dict[str, Callable[[
 
 
 def _ms(call: Callable[[], object]) -> float:
-    """Median of a few, behind the calls in which cuDNN tries its algorithms."""
+    """Median of a few rows, in device time, behind the calls in which cuDNN tries its algorithms."""
     for _ in range(WARMUP):
         call()
-    found = []
-    for _ in range(ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        found.append(float(begin.elapsed_time(end)))
+    found = [device_us(call, CALLS) / 1e3 for _ in range(ROUNDS)]
     return float(statistics.median(found))
 
 

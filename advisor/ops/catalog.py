@@ -200,10 +200,10 @@ FAMILIES: tuple[Family, ...] = (
     ),
     Family(
         id="exact_conv",
-        replaces="conv2d in fp32 with TF32 off, channels_last",
+        replaces="conv2d and linear in fp32 with TF32 off; of convolutions channels_last",
         transform="exact_conv",
-        modules=("Conv2d",),
-        having=lambda conv: conv.groups == 1 or conv.groups < conv.in_channels,
+        modules=("Conv2d", "Linear"),
+        having=lambda layer: not hasattr(layer, "groups") or layer.groups == 1 or layer.groups < layer.in_channels,
         holds="fp16 parts of its operands, as large as these",
     ),
     Family(

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from advisor.core.environment import Environment
+from advisor.core.findings import Semantics
 from advisor.core.profile import StepProfile
 from advisor.core.units import counted
 from advisor.core.verdict import Check
@@ -36,6 +37,7 @@ class ConvChoice(Transform):
 
     id = "conv_choice"
     traced = False
+    allowed = Semantics.REASSOCIATED  # what may become of a product's numbers
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         cudnn = torch.backends.cudnn
@@ -59,7 +61,7 @@ class ConvChoice(Transform):
         with all_or_nothing() as undo:
             # Where a script begins its device is not known yet.
             device = torch.device("cuda") if torch.cuda.is_available() else training.device
-            chooser = Chooser(device, environment.kept() or Environment(), Store())
+            chooser = Chooser(device, environment.kept() or Environment(), Store(), allowed=self.allowed)
             undo.push(lambda: _stop(chooser))
             chooser.start()
             _running.append(chooser)
@@ -69,6 +71,13 @@ class ConvChoice(Transform):
         if not _running:
             return Check(passed=False, detail="no choice stands in front of the convolutions")
         return told(_running[-1])
+
+
+class ConvChoicePrecision(ConvChoice):
+    """As `conv_choice`, with Winograd's transforms among the ways: their error is within twice bf16's own."""
+
+    id = "conv_choice_precision"
+    allowed = Semantics.PRECISION
 
 
 def told(chooser: Chooser) -> Check:

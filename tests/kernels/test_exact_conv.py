@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops.exact_conv import cuda, spec
+from advisor.ops import dispatch, match
+from advisor.ops.exact_conv import cuda, linear, spec, tf32
 
 
 @pytest.mark.parametrize(
@@ -59,3 +61,49 @@ def test_nothing_is_dispatched_but_what_was_measured(
     emulated.use(sm_count=3, arch=arch)
     monkeypatch.setattr(cuda.nvrtc, "refused", lambda name: "" if compiles else "an older compiler")
     assert (cuda.unmeasured(0) == "") is dispatched
+
+
+def _linear(shape: tuple[int, ...], outputs: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    drawn = torch.randn(shape), torch.randn(outputs, shape[-1]), torch.randn(outputs)
+    return tuple(t.requires_grad_() for t in drawn)
+
+
+def test_a_linear_layer_of_any_dimensions(emulated) -> None:
+    given = _linear((2, 3, 24), 40)
+    exact = [t.detach().double().requires_grad_() for t in given]
+    expected = F.linear(*exact)
+    with dispatch.everything():
+        found = linear.exact_linear(*given)
+        dy = torch.randn(found.shape)
+        gradients = torch.autograd.grad(found, given, dy)
+    assert emulated.launches["exact_conv_hopper"] == 2
+    assert emulated.launches["exact_conv_hopper_weight"] == 1
+    for mine, theirs in zip(
+        (found, *gradients), (expected, *torch.autograd.grad(expected, exact, dy.double())), strict=True
+    ):
+        assert mine.shape == theirs.shape
+        assert ((mine.double() - theirs).norm() / theirs.norm()).item() < 4e-7
+
+
+def test_a_linear_layer_in_half_precision_is_left_alone(emulated) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        assert linear.exact_linear(*_linear((4, 24), 40)).dtype == torch.bfloat16
+    assert not emulated.launches
+
+
+def test_linear_layers_of_a_network_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    net = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8, bias=False)).to("meta")
+    reports = {"exact_conv": match.MatchReport()}
+    with dispatch.everything():
+        torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+    assert list(reports["exact_conv"].matched.values()) == [spec.LINEAR] * 2
+    reports = {"exact_conv": match.MatchReport()}
+    torch._dynamo.reset()
+    torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+    assert all(dispatch.UNMEASURED in reason for reason in reports["exact_conv"].unmatched.values())
+    assert len(reports["exact_conv"].unmatched) == 2
+    monkeypatch.setattr(tf32, "products_allowed", lambda: True)
+    torch._dynamo.reset()
+    torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+    assert set(reports["exact_conv"].unmatched.values()) == {tf32.ALLOWED}

@@ -65,7 +65,8 @@ def test_there_are_enough_rules_in_every_area():
 def test_every_transform_exists_and_every_one_is_asked_for():
     options = (Stage.ASKED, Stage.MEMORY, Stage.RANKS)  # --background-saves, --goal memory, --gpus N
     unasked = {name for name, row in ROWS.items() if row.stage in options}
-    unasked.add("conv_choice")  # by name (--only) until a GPU has timed what it gains (docs/decisions/0099)
+    # By name (--only) until a GPU has timed what they gain (docs/decisions/0099).
+    unasked |= {"conv_choice", "conv_choice_precision"}
     assert {rule.transform for rule in RULES} - {""} == set(ROWS) - unasked
 
 

@@ -42,6 +42,8 @@ BENCHMARK_BEST = 0.15
 # What is fastest by itself need not be so beside the rest: of four proven stacks on one H200 it made two 1 to 16 % slower, and
 # changed the others by less than 2 %.
 BENCHMARK_WORST = 0.05
+# Of the convolutions' own time, what other ways than the usual one saved on one H200; and what a call through the choice takes the host.
+CHOICE_BEST, CHOICE_CALL_US = 0.3, 9.0
 # What PyTorch runs slower in NCHW: cuDNN's batch norm transposes (cudnn-frontend issue 134), bilinear upsampling's backward adds
 # atomically. A UNet on one H200 saved 43 % of its step, of which convolutions and layout kernels were 46 % together.
 _NHWC_FASTER = ("norm", "upsample", "pool")
@@ -140,6 +142,25 @@ def cudnn_benchmark(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
         worst=Saving(device_us=-BENCHMARK_WORST * step.step_us / max(step.scale, 1e-9)),
         best=Saving(device_us=min(gap, BENCHMARK_BEST * step.step_us / max(step.scale, 1e-9))),
         basis=basis,
+    )
+
+
+def conv_choice(view: View, step: Step, parameters: Mapping[str, str]) -> Change | None:
+    """A part of the distance between convolutions and their limit, less a call of Python for each product."""
+    facts = view.profile.model
+    if not facts.flags.get("cudnn_enabled", True):
+        return nothing(NO_CUDNN)
+    if not facts.fixed_shapes:
+        return nothing("input shapes change, and each shape would be timed again")
+    convs = [row for row in view.rows if row.kind == "conv"]
+    if not convs:
+        return nothing("no convolution in the step")
+    gap = sum(gain_to(row.time_us, limit_us(view, row, dtype=own_dtype(row)) / MATRIX_BEST) for row in convs)
+    calls = sum(row.calls for row in convs)
+    return Change(
+        worst=Saving(device_us=0.0, host_us=-CHOICE_CALL_US * calls),
+        best=Saving(device_us=min(gap, CHOICE_BEST * sum(row.time_us for row in convs))),
+        basis=f"distance of {share(view, convs, step)} from their limit; a product whose usual way is the fastest keeps it",
     )
 
 

@@ -6,10 +6,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from advisor.ops.convolution_cases import Tensors, case
-from advisor.ops.exact_conv import api, reference, spec, tf32
-from advisor.ops.family import Case, Work
+from advisor.ops.exact_conv import api, linear, reference, spec, tf32
+from advisor.ops.family import Arguments, Case, Work
 
 
 class _Strict(torch.autograd.Function):
@@ -84,9 +85,65 @@ def _case(
     )
 
 
+class _StrictLinear(torch.autograd.Function):
+    """PyTorch's own in strict fp32 in both directions, whatever the process allows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.biased = bias is not None
+        with tf32.forbidden():
+            return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        dy = gradients[0].flatten(0, -2)
+        with tf32.forbidden():
+            dx = (dy @ weight).view_as(x)
+            return dx, dy.mT @ x.flatten(0, -2), dy.sum(0) if ctx.biased else None
+
+
+def _eager_linear(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+    if not x.is_cuda:
+        return F.linear(x, *arguments)
+    found: torch.Tensor = _StrictLinear.apply(x, *arguments)  # type: ignore[no-untyped-call]  # torch's own, without types
+    return found
+
+
+def _linear_inputs(generator: torch.Generator, n: int, *, inputs: int, outputs: int, scale: float) -> Arguments:
+    """x [n, I], weight [O, I] of a deviation that keeps the result's near x's, bias [O]: leaves."""
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=generator.device, generator=generator)
+
+    weight = drawn(outputs, inputs) / inputs**0.5
+    return tuple(t.requires_grad_() for t in (drawn(n, inputs) * scale, weight, drawn(outputs) * scale))
+
+
+def _linear_case(rows: int, inputs: int, outputs: int, *, scale: float = 1.0) -> Case:
+    call = spec.linear_call((rows, inputs), outputs)
+    passes = zip(("forward", "backward"), spec.bytes_moved(call), spec.flops(call), strict=True)
+    return Case(
+        name=spec.linear_name(inputs, outputs),
+        kind=spec.LINEAR,
+        shape=(rows, inputs),
+        dtype="float32",
+        passes={
+            name: Work(kernels=spec.SOURCES, nbytes=nbytes, flops=3 * flops, unit="float16")
+            for name, nbytes, flops in passes
+        },
+        inputs=partial(_linear_inputs, inputs=inputs, outputs=outputs, scale=scale),
+        ours=linear.exact_linear,
+        eager=_eager_linear,
+        reference=F.linear,
+        wins=partial(spec.wins, call, spec.LINEAR),
+    )
+
+
 BENCHMARK = tuple(
     _case((n, inputs, side, side), outputs, (k, k), stride) for n, inputs, outputs, side, k, stride in spec.TRAINED
-)
+) + tuple(_linear_case(*sizes) for sizes in spec.TRAINED_LINEAR)
 # Few channels and channels that fill no tile, strides with taps that reach no pixel, groups, dilation, strips of taps, magnitudes near both
 # ends of fp32's range.
 VERIFICATION = (
@@ -96,4 +153,6 @@ VERIFICATION = (
     _case((1, 16, 9, 9), 16, (3, 3), dilation=2, groups=2),
     _case((1, 40, 5, 7), 7, (1, 5), bias=True, scale=1e-25),
     _case((1, 24, 10, 9), 8, (3, 3), 2, padding=(0, 1)),
+    _linear_case(70, 40, 24),
+    _linear_case(5, 7, 130, scale=1e-25),
 )

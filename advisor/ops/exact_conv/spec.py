@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -75,6 +76,12 @@ def call(
     """The convolution of an input of `shape` [N, I, H, W] by a weight [O, I / groups, R, S]."""
     n, inputs, h, w = shape
     return Call(n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], stride, *padding, dilation, groups)
+
+
+def linear_call(shape: tuple[int, ...], outputs: int) -> Call:
+    """A linear layer of an input [.., I], as the 1 x 1 convolution of as many images of one pixel."""
+    *rows, inputs = shape
+    return call((math.prod(rows), inputs, 1, 1), (outputs, inputs, 1, 1), 1, (0, 0), 1, 1)
 
 
 def octets(channels: int) -> int:
@@ -201,7 +208,7 @@ def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) ->
 
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
 GRADIENTS = (GRADIENT, WEIGHT)
-KIND = "exact conv"
+KIND, LINEAR = "exact conv", "exact linear"
 
 
 def name(call: Call) -> str:
@@ -210,8 +217,13 @@ def name(call: Call) -> str:
     return f"{KIND} k{call.taps_h}x{call.taps_w} s{call.stride} {call.inputs}->{call.outputs}{groups}"
 
 
+def linear_name(inputs: int, outputs: int) -> str:
+    """`exact linear 384->1536`."""
+    return f"{LINEAR} {inputs}->{outputs}"
+
+
 @lru_cache(maxsize=4096)
-def product_wins(call: Call, product: str) -> str:
+def product_wins(call: Call, product: str, kind: str = KIND) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster.
 
     On an H200 against cuDNN's best with TF32 off, with the parts made: forward 1.2 to 11 times as fast, both gradients 1.2 to 4.8 times, at every
@@ -225,18 +237,18 @@ def product_wins(call: Call, product: str) -> str:
         "taps_h": call.taps_h,
         "taps_w": call.taps_w,
     }
-    return dispatch_table.refusal("exact_conv", KIND, "float32", sizes, part=product)
+    return dispatch_table.refusal("exact_conv", kind, "float32", sizes, part=product)
 
 
-def product_left(call: Call, product: str) -> str:
+def product_left(call: Call, product: str, kind: str = KIND) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernels make it."""
-    return dispatch.refusal("", product_wins(call, product))
+    return dispatch.refusal("", product_wins(call, product, kind))
 
 
 @lru_cache(maxsize=4096)
-def wins(call: Call) -> str:
+def wins(call: Call, kind: str = KIND) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
-    reasons = [product_wins(call, product) for product in (FORWARD, *GRADIENTS)]
+    reasons = [product_wins(call, product, kind) for product in (FORWARD, *GRADIENTS)]
     return reasons[0] if all(reasons) else ""
 
 
@@ -289,6 +301,17 @@ TRAINED = (
     (128, 256, 256, 8, 3, 1),
     (256, 64, 64, 56, 5, 1),
     (256, 512, 2048, 7, 1, 1),
+)
+
+
+# (rows, inputs, outputs) of linear layers: ConvNeXt's, a classifier's of VGG-16, a vision transformer's.
+TRAINED_LINEAR = (
+    (802816, 96, 384),
+    (50176, 384, 1536),
+    (50176, 1536, 384),
+    (12544, 768, 3072),
+    (50432, 768, 768),
+    (256, 25088, 4096),
 )
 
 

@@ -62,6 +62,8 @@ _CONVOLUTION = Convolution(
     replays=False,
 )
 
+unsupported = _CONVOLUTION.unsupported
+
 
 def winograd(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`conv2d` with 3 x 3 taps, padding 1, stride 1, one group and no bias.

@@ -17,6 +17,7 @@ import torch
 
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
+from advisor.core.findings import Semantics
 from advisor.core.roofline import limit_us
 from advisor.profiling.inside.dtypes import dtype_name
 from advisor.transforms.choosing import families, ways
@@ -36,10 +37,20 @@ class Chooser:
     Attributes:
         chosen: key → choice, of the products seen here. failed: key → why none was made, and the usual way runs.
         ran: (direction, way) → calls.
+        allowed: what may become of a product's numbers: ways that change more are none.
     """
 
-    def __init__(self, device: torch.device, machine: Environment, store: Store, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        machine: Environment,
+        store: Store,
+        clock: Clock | None = None,
+        *,
+        allowed: Semantics = Semantics.REASSOCIATED,
+    ) -> None:
         self.device = device
+        self.allowed = allowed
         self.clock = clock or Clock(device)
         self.chosen: dict[str, Choice] = {}
         self.failed: dict[str, str] = {}
@@ -143,7 +154,7 @@ class Chooser:
             return way
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return AS_USUAL  # and asked again when nothing is captured
-        others = ways.candidates(direction, operands, numbers, cudnn=self.device.type == "cuda")
+        others = ways.candidates(direction, operands, numbers, cudnn=self.device.type == "cuda", allowed=self.allowed)
         known = {w.name: w for w in (AS_USUAL, *others)}
         choice = self._store.get(key)
         if choice is None or choice.way not in known:
@@ -228,6 +239,7 @@ class Chooser:
             torch.__version__,
             torch.backends.cudnn.version() if cuda else None,
             families.digest(),
+            self.allowed.value,
         )
         return " ".join(str(part).replace(" ", "") for part in parts)
 

@@ -1,7 +1,8 @@
 """The bundled kernels as ways to make a product: those whose families compute a convolution alone, each direction by itself.
 
-Not here: `first_conv`, `few_channels`, `exact_conv` and `fft_conv`, whose kernels share work between a call's products (padded, split or
-transformed operands), and the 1 x 1 convolutions beside a norm. Their own transforms put them in place.
+Not here: `first_conv`, `few_channels` and `fft_conv`, whose kernels share work between a call's products (padded or transformed
+operands), and the 1 x 1 convolutions beside a norm. Their own transforms put them in place. `exact_conv` splits its operands anew for
+each product here, and is timed with that.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from functools import cache
 
 import torch
 
+from advisor.core.findings import Semantics
 from advisor.ops import alignment
 from advisor.ops.conv3x3 import api as conv3x3_api
 from advisor.ops.conv3x3 import cuda as conv3x3
@@ -20,6 +22,10 @@ from advisor.ops.conv3x3 import spec as conv3x3_spec
 from advisor.ops.depthwise import api as depthwise_api
 from advisor.ops.depthwise import cuda as depthwise
 from advisor.ops.depthwise import spec as depthwise_spec
+from advisor.ops.exact_conv import api as exact_api
+from advisor.ops.exact_conv import cuda as exact
+from advisor.ops.exact_conv import spec as exact_spec
+from advisor.ops.exact_conv import tf32
 from advisor.ops.grouped import api as grouped_api
 from advisor.ops.grouped import cuda as grouped
 from advisor.ops.grouped import spec as grouped_spec
@@ -29,6 +35,9 @@ from advisor.ops.large_depthwise import spec as large_spec
 from advisor.ops.strided_pointwise import api as strided_api
 from advisor.ops.strided_pointwise import cuda as strided
 from advisor.ops.strided_pointwise import spec as strided_spec
+from advisor.ops.winograd import api as winograd_api
+from advisor.ops.winograd import cuda as winograd
+from advisor.ops.winograd import spec as winograd_spec
 from advisor.resources import kernels_dir
 from advisor.transforms.choosing.numbers import DATA, FORWARD, WEIGHT, Numbers
 
@@ -44,11 +53,13 @@ class Bundled:
         layout: that its operands lie in, and its results.
         refused: (x, weight, numbers) → why it cannot take them; "" when it can.
         products: direction → (x, weight, numbers) for the forward, (dy, x, weight, numbers) for a gradient.
+        semantics: what becomes of the numbers: a way is taken only where that is allowed.
     """
 
     layout: str
     refused: Callable[[torch.Tensor, torch.Tensor, Numbers], str]
     products: dict[str, Product]
+    semantics: Semantics = Semantics.REASSOCIATED
 
 
 def _refused_3x3(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
@@ -98,6 +109,36 @@ def _call_strided(x: torch.Tensor, weight: torch.Tensor) -> strided_spec.Call:
     return strided_spec.call(tuple(x.shape), weight.shape[0])
 
 
+def _refused_exact(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
+    if tf32.allowed():
+        return tf32.ALLOWED
+    taken = n.stride[0] == n.stride[1] and n.dilation[0] == n.dilation[1] and x.dtype == torch.float32
+    sizes = n.stride[0], (n.padding[0], n.padding[1]), n.dilation[0], n.groups
+    return _reason(taken, lambda: exact_api.CONVOLUTION.unsupported(x, weight, None, *sizes))
+
+
+def _call_exact(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> exact_spec.Call:
+    pair = (n.padding[0], n.padding[1])
+    return exact_spec.call(tuple(x.shape), tuple(weight.shape), n.stride[0], pair, n.dilation[0], n.groups)
+
+
+def _exact_weight(weight: torch.Tensor, n: Numbers, *, gradient: bool) -> exact.Parts:
+    return exact.split_weight(alignment.aligned(weight.contiguous()), n.groups, gradient=gradient)
+
+
+def _exact_data(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> torch.Tensor:
+    return exact.backward_data(exact.split(dy), _exact_weight(weight, n, gradient=True), x, _call_exact(x, weight, n))
+
+
+def _refused_winograd(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
+    taken = (n.stride, n.padding, n.dilation, n.groups) == ((1, 1), (1, 1), (1, 1), 1)
+    return _reason(taken, lambda: winograd_api.unsupported(x, weight, None))
+
+
+def _call_winograd(x: torch.Tensor, weight: torch.Tensor) -> winograd_spec.Call:
+    return winograd_spec.call(tuple(x.shape), weight.shape[0])
+
+
 def _depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> bool:
     return n.groups == x.shape[1] == weight.shape[0] > 1
 
@@ -145,6 +186,27 @@ BUNDLED = {
             WEIGHT: lambda dy, x, w, n: large.backward_weight(dy, x, w.contiguous(), _call_large(x, w, n)),
         },
     ),
+    "exact_conv": Bundled(
+        "nhwc",
+        _refused_exact,
+        {
+            FORWARD: lambda x, w, n: exact.forward(
+                exact.split(x), _exact_weight(w, n, gradient=False), None, x, _call_exact(x, w, n)
+            ),
+            DATA: _exact_data,
+            WEIGHT: lambda dy, x, w, n: exact.backward_weight(exact.split(dy), exact.split(x), w, _call_exact(x, w, n)),
+        },
+    ),
+    # Its error is above that of storing bf16.
+    "winograd": Bundled(
+        "nhwc",
+        _refused_winograd,
+        {
+            FORWARD: lambda x, w, n: winograd.forward(x, w, _call_winograd(x, w)),
+            DATA: lambda dy, x, w, n: winograd.backward_data(dy, w, _call_winograd(x, w)),
+        },
+        Semantics.PRECISION,
+    ),
     # Its weight's gradient is cuDNN's, of pixels gathered before: no kernel of its own.
     "strided_pointwise": Bundled(
         "nhwc",
@@ -167,12 +229,17 @@ def digest() -> str:
     return found.hexdigest()[:12]
 
 
-def taking(direction: str, x: torch.Tensor, weight: torch.Tensor, numbers: Numbers, layout: str) -> tuple[str, ...]:
-    """The families that can make this product of operands as they lie."""
+def taking(
+    direction: str, x: torch.Tensor, weight: torch.Tensor, numbers: Numbers, layout: str, allowed: Semantics
+) -> tuple[str, ...]:
+    """The families that can make this product of operands as they lie, and change its numbers no more than is allowed."""
     return tuple(
         name
         for name, of in BUNDLED.items()
-        if of.layout == layout and direction in of.products and not of.refused(x, weight, numbers)
+        if of.layout == layout
+        and of.semantics in (Semantics.REASSOCIATED, allowed)
+        and direction in of.products
+        and not of.refused(x, weight, numbers)
     )
 
 

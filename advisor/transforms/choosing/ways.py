@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from advisor.core.findings import Semantics
 from advisor.transforms.choosing import families
 from advisor.transforms.choosing.numbers import DATA, FORWARD, WEIGHT, Numbers
 
@@ -51,12 +52,24 @@ def layout_of(x: torch.Tensor) -> str:
     return "nhwc" if last else "nchw"
 
 
-def candidates(direction: str, operands: Sequence[torch.Tensor], numbers: Numbers, *, cudnn: bool) -> tuple[Way, ...]:
-    """Those beside the usual one. `operands`: x and weight for the forward, dy, x and weight for a gradient."""
+def candidates(
+    direction: str,
+    operands: Sequence[torch.Tensor],
+    numbers: Numbers,
+    *,
+    cudnn: bool,
+    allowed: Semantics = Semantics.REASSOCIATED,
+) -> tuple[Way, ...]:
+    """Those beside the usual one.
+
+    Args:
+        operands: x and weight for the forward, dy, x and weight for a gradient.
+        allowed: what may become of the numbers.
+    """
     x, weight = operands[-2:]
     lies = layout_of(x)
     other = "nchw" if lies == "nhwc" else "nhwc"
-    bundled = tuple(Way(family=name) for name in families.taking(direction, x, weight, numbers, lies))
+    bundled = tuple(Way(family=name) for name in families.taking(direction, x, weight, numbers, lies, allowed))
     if not cudnn:
         return (Way(layout=other), *bundled)
     searched = not torch.backends.cudnn.benchmark

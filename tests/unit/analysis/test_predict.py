@@ -608,6 +608,12 @@ def test_benchmark_is_capped_and_needs_fixed_shapes() -> None:
         between(gain(replace(profiles.resnet50(), model=other), "cudnn_benchmark"), 0.0, 0.0)
 
 
+def test_a_choice_for_each_convolution_costs_the_host_and_needs_fixed_shapes() -> None:
+    assert gain(profiles.resnet50(), "conv_choice").high > 0.0
+    model = replace(profiles.resnet50().model, fixed_shapes=False)
+    between(gain(replace(profiles.resnet50(), model=model), "conv_choice"), 0.0, 0.0)
+
+
 def test_what_cannot_be_told_is_none() -> None:
     base = profiles.resnet50()
     with pytest.raises(AdvisorError, match="no transform 'no_such_transform'"):
@@ -639,6 +645,8 @@ TOUCHES: dict[str, tuple[Callable[[KernelRow], bool], tuple[str, ...]]] = {
         (),
     ),
     "cudnn_benchmark": (lambda row: row.kind == "conv", ()),
+    "conv_choice": (lambda row: row.kind == "conv", ("launch", "other")),
+    "conv_choice_precision": (lambda row: row.kind == "conv", ("launch", "other")),
     "fused_optimizer": (lambda row: row.phase == _OPTIMIZER, ("launch", "other")),
     "fused_casts": (lambda row: row.op == "aten::_to_copy", ("launch", "other")),
     "set_to_none": (lambda row: row.op in ("aten::zero_", "aten::add_"), ("launch", "other")),
