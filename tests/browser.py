@@ -107,7 +107,7 @@ def page(chromium: str) -> Iterator[Page]:
     """A page in a browser of its own, which ends with it."""
     to_it, out = os.pipe()
     back, from_it = os.pipe()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:  # its helpers end a moment later
         words = [chromium, "--headless=new", "--no-sandbox", "--hide-scrollbars", "--remote-debugging-pipe"]
         words += [f"--user-data-dir={folder}", "--no-first-run", "--disable-extensions", "about:blank"]
 

@@ -98,7 +98,7 @@ def _environment() -> jinja2.Environment:
         "grouped": places.grouped,
         "px2": lambda value: f"{value:.2f}",
         "meaning": _meaning,
-        "numbers": lambda evidence: [e for e in evidence if not isinstance(e.value, bool)],
+        "numbers": lambda evidence: [e for e in evidence if e.value is not None and not isinstance(e.value, bool)],
         "px": lambda value: f"{value:.1f}",
         "name": numbers.kernel_name,
         "ticks": code_spans,
@@ -124,6 +124,7 @@ def _context(
 ) -> dict[str, Any]:
     causes, division = breakdown.causes(profile), breakdown.division(profile)
     rows = sorted(profile.kernels, key=lambda r: (-r.time_us, r.name, r.module, r.phase, r.source))
+    known = profile.step_us is None or breakdown.limit_frac(profile) is not None
     return {
         "profile": profile,
         "env": profile.environment,
@@ -131,6 +132,7 @@ def _context(
         "script": wording.script(profile),
         "machine": wording.machine(profile),
         "headline": wording.headline(profile, findings, trials),
+        "no_limit": "" if trials or not findings or known else wording.sentence(wording.limit_sentence(profile)),
         "tiles": _tiles(profile, trials),
         "kept_line": _kept_line(trials) if trials else "",
         "timeline": timeline,

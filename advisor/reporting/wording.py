@@ -151,8 +151,8 @@ def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     if findings is None:
         return limit
     verdict = _verdict(profile, findings)
-    # What is known comes first.
-    return f"{limit} {verdict}" if breakdown.limit_frac(profile) is not None else f"{verdict} {limit}"
+    # What is not known does not lead: reports tell why beside the step's time.
+    return f"{limit} {verdict}" if breakdown.limit_frac(profile) is not None else verdict
 
 
 def _verdict(profile: StepProfile, findings: Findings) -> str:

@@ -12,6 +12,7 @@ from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.units import bounds_text
 from advisor.core.verdict import Round, TrialLog
 from advisor.reporting import breakdown, html, machine, numbers, terminal, terminal_trials, unexplained, wording
+from advisor.reporting.html import report_html
 from advisor.rules import cards
 
 
@@ -59,6 +60,14 @@ def test_headline_of_a_profile_names_the_limit_and_the_best_finding():
     text = wording.headline(samples.resnet50(), samples.findings(), None)
     assert "37 % of this GPU's limit" in text
     assert "convolutions run in fp32 where bf16 is faster (could save 24–58 % of the step)" in text
+
+
+def test_a_limit_that_is_not_known_stands_beside_the_verdict_not_in_it():
+    unknown = replace(samples.resnet50(), limit_us=0.0)
+    assert wording.headline(unknown, samples.findings(), None).startswith("First to fix: ")
+    assert "is not known" not in wording.headline(unknown, samples.findings(), None)
+    assert "is not known" in wording.headline(unknown, None, None)
+    assert "limit is not known.</p>" in report_html(unknown, samples.findings(), None)
 
 
 def test_headline_says_when_there_is_nothing_to_do():
