@@ -47,7 +47,7 @@ def make_pad() -> torch.Tensor:
 
 
 @dataclass(slots=True)
-class Row(Generic[Inputs]):
+class TimedRow(Generic[Inputs]):
     """One contender's calls, and what it takes to time them.
 
     Attributes:
@@ -121,7 +121,7 @@ def interleaved(
     which that was not so is timed again behind a longer pad. What the launches cost the host is a second number: `host`.
     """
     times: dict[str, list[float]] = {name: [] for name in contenders}
-    rows = {name: Row(run, sets) for name, run in contenders.items()}
+    rows = {name: TimedRow(run, sets) for name, run in contenders.items()}
     pad = make_pad()
     started = time.monotonic()
     for number in range(WARMUP_ROUNDS + rounds):

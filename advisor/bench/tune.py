@@ -28,7 +28,7 @@ SHOWN = 8  # combinations a case, the fastest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trial:
+class TunedTrial:
     """One combination on one case. Times are medians in milliseconds by pass; `wrong` says why it is out of the question.
 
     `share`: of the present combination's time, by turns with it; empty where that does not run. `ms` is that share of its time.
@@ -119,7 +119,7 @@ def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
     reason = nvrtc.unavailable()
     if reason:
         raise AdvisorError(f"no tuning here: {reason}", exit_code=ExitCode.GPU_REQUIRED)
-    done: list[Trial] = []
+    done: list[TunedTrial] = []
     say("compiling")
     nvrtc.warm(_variants(cases))
     for number, (family, case) in enumerate(cases):
@@ -154,7 +154,7 @@ class _Tried:
     share: dict[str, float] = field(default_factory=dict)
 
 
-def tune(family: Family, case: Case) -> list[Trial]:
+def tune(family: Family, case: Case) -> list[TunedTrial]:
     """Every combination on one case, the fastest first; those that fail or compute something else come last, with the reason."""
     now = {name: getattr(family.spec, name) for name in family.spec.TUNABLE}
     tried = []
@@ -167,7 +167,7 @@ def tune(family: Family, case: Case) -> list[Trial]:
     for begin in range(0, max(1, len(others)), step):
         _take_turns(case, present, others[begin : begin + step])
     trials = [
-        Trial(
+        TunedTrial(
             family=family.id,
             case=case.label,
             constants=one.values,

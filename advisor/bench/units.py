@@ -104,7 +104,7 @@ class UnitCounters:
             CountersUnavailable: CUPTI refused.
         """
         pad = timing.make_pad()
-        row = timing.Row(run, sets, lasting_ms=COUNTED_MS, most_calls=MOST_CALLS)
+        row = timing.TimedRow(run, sets, lasting_ms=COUNTED_MS, most_calls=MOST_CALLS)
         row.call()  # the first call of all may compile
         row.settle(pad)
         percent = self._means(row, pad)
@@ -115,7 +115,7 @@ class UnitCounters:
             if metric + SUFFIX in percent
         }
 
-    def _means(self, row: timing.Row[Inputs], pad: torch.Tensor) -> dict[str, float]:
+    def _means(self, row: timing.TimedRow[Inputs], pad: torch.Tensor) -> dict[str, float]:
         """Metric → its mean over a row, in per cent."""
         samples, row_ms, hidden = self._sampled(row, pad)
         while not hidden and row.pad_more():
@@ -128,7 +128,7 @@ class UnitCounters:
         means = {name: fmean(values[i] for i in chosen) for name, values in samples.values.items()}
         return {name: mean for name, mean in means.items() if math.isfinite(mean)}
 
-    def _sampled(self, row: timing.Row[Inputs], pad: torch.Tensor) -> tuple[Samples, float, bool]:
+    def _sampled(self, row: timing.TimedRow[Inputs], pad: torch.Tensor) -> tuple[Samples, float, bool]:
         """Samples of a row with the pad before it and idle time behind, its milliseconds, and whether it had no gaps."""
         self._sampler.start()
         try:

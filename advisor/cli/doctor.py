@@ -48,7 +48,7 @@ def doctor(*, measure: bool, recover: str | None, form: str) -> None:
 
     checks = [to_plain(check) for check in examination.checks(measure=measure, say=output.say)]
     checks.append(
-        to_plain(examination.Check(name="Predictions", status=examination.Health.OK, found=ledger.told_here()))
+        to_plain(examination.Examined(name="Predictions", status=examination.Health.OK, found=ledger.told_here()))
     )
     if form == "json":
         output.say(output.document("checks", checks), sys.stdout)

@@ -30,7 +30,7 @@ class Formatter(click.HelpFormatter):
         return super().getvalue().replace(_HYPHEN, "-").replace(_SPACE, " ")
 
 
-class Context(click.Context):
+class HelpContext(click.Context):
     """Help comes from our formatter."""
 
     formatter_class = Formatter
@@ -39,13 +39,13 @@ class Context(click.Context):
 class Command(click.Command):
     """Every command of ours."""
 
-    context_class = Context
+    context_class = HelpContext
 
 
-class Group(click.Group):
+class HelpGroup(click.Group):
     """Lists its commands with the whole first sentence of each one's help."""
 
-    context_class = Context
+    context_class = HelpContext
     command_class = Command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

@@ -7,13 +7,13 @@ import sys
 import click
 
 from advisor.cli import output
-from advisor.cli.help import Group
+from advisor.cli.help import HelpGroup
 from advisor.cli.parameters import format_option
 from advisor.cli.progress import Progress
 from advisor.core.errors import ExitCode
 
 
-@click.group(cls=Group)
+@click.group(cls=HelpGroup)
 def kernels() -> None:
     """List the bundled CUDA kernels, or check them on this GPU."""
 

@@ -16,7 +16,7 @@ import click
 
 from advisor import __version__
 from advisor.cli import settings
-from advisor.cli.help import Group
+from advisor.cli.help import HelpGroup
 from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode, first_line
 
 # name → (module under advisor.cli, attribute, one line of help). The line stands here so that `--help` imports no command.
@@ -62,7 +62,7 @@ def _imported(name: str) -> click.Command:
     return command
 
 
-class AdvisorGroup(Group):
+class AdvisorGroup(HelpGroup):
     """Imports a command when it is called, and turns every failure into one line on stderr and the right exit code."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from advisor.cli import layout, output
-from advisor.cli.help import Group
+from advisor.cli.help import HelpGroup
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.storage import write_text
@@ -17,7 +17,7 @@ from advisor.core.verdict import Status
 from advisor.reporting.page import printable
 
 
-@click.group(cls=Group)
+@click.group(cls=HelpGroup)
 def plan() -> None:
     """Show a plan; write its changes as Python, or as a diff of your script.
 

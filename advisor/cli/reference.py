@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import click
 
-from advisor.cli.help import Context
+from advisor.cli.help import HelpContext
 from advisor.cli.main import cli
 
 _WIDTH = 100
@@ -37,7 +37,7 @@ def context_of(
     """A command as it is called, for help in lines of at most `width` columns; below a parent, of the parent's."""
     width = parent.terminal_width or width if parent else width
     settings = {**command.context_settings, "terminal_width": width, "max_content_width": width}
-    return Context(command, info_name=name, parent=parent, **settings)
+    return HelpContext(command, info_name=name, parent=parent, **settings)
 
 
 def page() -> str:

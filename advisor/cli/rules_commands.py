@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from advisor.cli import layout, output
-from advisor.cli.help import Group
+from advisor.cli.help import HelpGroup
 from advisor.cli.metrics import metrics
 from advisor.cli.parameters import format_option, rules_option
 from advisor.core.errors import AdvisorError, ExitCode
@@ -22,7 +22,7 @@ def _say(text: str) -> None:
     output.say(text, sys.stdout)
 
 
-@click.group(cls=Group)
+@click.group(cls=HelpGroup)
 def rules() -> None:
     """List, show, test and lint the rules, and list their metrics.
 

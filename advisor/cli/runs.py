@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from advisor.cli import ask, layout, output
-from advisor.cli.help import Group
+from advisor.cli.help import HelpGroup
 from advisor.cli.parameters import Age, format_option
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.units import bytes_text, counted
@@ -18,10 +18,10 @@ from advisor.reporting import drawn
 from advisor.reporting.page import Page, printable
 
 if TYPE_CHECKING:
-    from advisor.runs.listing import Run
+    from advisor.runs.listing import ListedRun
 
 
-@click.group(cls=Group, invoke_without_command=True)
+@click.group(cls=HelpGroup, invoke_without_command=True)
 @format_option("text", "json")
 @click.pass_context
 def runs(context: click.Context, *, form: str) -> None:
@@ -83,7 +83,7 @@ def clean(*, older_than: float | None, keep: int | None, dry_run: bool, yes: boo
     return _remove(going)
 
 
-def _remove(going: Sequence[Run]) -> int:
+def _remove(going: Sequence[ListedRun]) -> int:
     from advisor.runs import cleaning
 
     problems = []
@@ -102,7 +102,7 @@ def _remove(going: Sequence[Run]) -> int:
     return ExitCode.OK
 
 
-def _show(found: Sequence[Run]) -> None:
+def _show(found: Sequence[ListedRun]) -> None:
     """A table of runs; nothing where there are none."""
     rows = [
         (
@@ -125,11 +125,11 @@ def _show(found: Sequence[Run]) -> None:
         output.say("\n".join(lines), sys.stdout)
 
 
-def _size(found: Sequence[Run]) -> str:
+def _size(found: Sequence[ListedRun]) -> str:
     return bytes_text(sum(run.size for run in found))
 
 
-def _facts(run: Run) -> dict[str, object]:
+def _facts(run: ListedRun) -> dict[str, object]:
     ended = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(run.ended))
     return {
         "run": str(run.folder),

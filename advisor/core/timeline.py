@@ -21,7 +21,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TimelineRow:
     """Events in the order of their start; those of one depth do not overlap."""
 
     kind: str
@@ -38,7 +38,7 @@ class Timeline:
     steps: int = 0
     length_ns: int = 0
     bounds_ns: tuple[int, ...] = ()  # where steps begin and end on the host
-    rows: tuple[Row, ...] = ()
+    rows: tuple[TimelineRow, ...] = ()
     left_out: int = 0
     notes: tuple[str, ...] = field(default=())
 

@@ -28,7 +28,7 @@ COMPILE, OWN = "compilation", OWN_WORK
 
 
 @dataclass(slots=True, eq=False)
-class Interval:
+class StepInterval:
     """What was seen between two boundaries."""
 
     backwards: int = 0
@@ -78,7 +78,7 @@ class Usual:
         mean_ns = sum(self._lengths_ns) / len(self._lengths_ns)
         self.disturbed = taken_ns > max(LISTENER_NS, LISTENER_FRAC * mean_ns)
 
-    def judge(self, interval: Interval, *, first: bool) -> str:
+    def judge(self, interval: StepInterval, *, first: bool) -> str:
         """Why the interval is not clean; "" when it is."""
         reasons = []
         if first:

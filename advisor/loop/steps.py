@@ -26,7 +26,7 @@ import torch
 
 from advisor.loop import stop
 from advisor.loop.compiles import inside_compiled_call
-from advisor.loop.interval import MIN_INTERVALS, SKIPPED, Interval, Usual
+from advisor.loop.interval import MIN_INTERVALS, SKIPPED, StepInterval, Usual
 from advisor.loop.latestloss import LatestLoss
 from advisor.loop.modelcalls import ModelCalls
 from advisor.loop.optimizers import device_of, living_optimizers
@@ -62,7 +62,7 @@ class StepWatcher:
         self.training, self.session, self.patches = training, session, patches
         self.kind = "none"
         self.seen = 0  # boundaries so far
-        self.current, self.interval = Interval(), Interval()
+        self.current, self.interval = StepInterval(), StepInterval()
         self.in_backward = False
         self.last_root: int = 0  # id of the root module called last, for the sequence of backward passes
         self._thread: threading.Thread | None = None  # the training's; known from its first call on
@@ -369,7 +369,7 @@ class StepWatcher:
         if training.device.type == "cpu" and training.optimizers:
             training.device = device_of(training.optimizers[0])
         event, now = clocks(training.device)
-        interval, self.current = self.current, Interval()
+        interval, self.current = self.current, StepInterval()
         interval.backwards = interval.backwards or interval.graph_backwards
         self.interval = interval
         reason = self.usual.judge(interval, first=not self.seen)

@@ -44,7 +44,7 @@ def patience_s(first_step_s: float | None) -> float:
     return 0.0 if first_step_s is None else STARTS * first_step_s + START_MARGIN_S
 
 
-class Stage(IntEnum):
+class WaitStage(IntEnum):
     """How far a process has come."""
 
     NOTHING = 0  # no Python of the command has told that it reads advisor's orders
@@ -69,7 +69,7 @@ class Waiting:
         self._cupy: float | None = None  # when it was imported
         self._cupy_told = False
         self._faulted = 0.0
-        self.stage = Stage.NOTHING
+        self.stage = WaitStage.NOTHING
         self.first_step_s: float | None = None  # from the start
         self.fault = self.gave_up = ""
 
@@ -82,19 +82,19 @@ class Waiting:
         """One event of the process."""
         kind = event.get("event")
         if kind == STARTED:
-            self.stage = max(self.stage, Stage.PYTHON)
+            self.stage = max(self.stage, WaitStage.PYTHON)
         elif kind == IMPORTED and self._cupy is None:
             self._cupy = self._clock()
         elif kind == ATTACHED:
-            self.stage = max(self.stage, Stage.TORCH)
+            self.stage = max(self.stage, WaitStage.TORCH)
         elif kind == STEP and self.first_step_s is None:
-            self.stage, self.first_step_s = Stage.STEPS, self._clock() - self._began
+            self.stage, self.first_step_s = WaitStage.STEPS, self._clock() - self._began
         elif kind == FAULT and not self.fault:
             self.fault, self._faulted = str(event.get("error")), self._clock()
 
     def line(self) -> str:
         """What is waited for, when it is time to say so; "" else."""
-        if self.stage is Stage.STEPS or self.fault or not self._watched:
+        if self.stage is WaitStage.STEPS or self.fault or not self._watched:
             return ""
         now = self._clock()
         waited_s = now - self._began
@@ -111,7 +111,7 @@ class Waiting:
             return ""
         now = self._clock()
         if self.fault:
-            partial = self.stage >= Stage.TORCH  # one that was never attached has nothing to write
+            partial = self.stage >= WaitStage.TORCH  # one that was never attached has nothing to write
             return self.fault if now - self._faulted >= FAULT_S * partial else ""
         if not self.gave_up:
             self.gave_up = self.nothing_left(now)
@@ -120,26 +120,26 @@ class Waiting:
     @property
     def _alone(self) -> bool:
         """CuPy, and no torch."""
-        return self._cupy is not None and self.stage < Stage.TORCH
+        return self._cupy is not None and self.stage < WaitStage.TORCH
 
     def nothing_left(self, now: float) -> str:
         waited_s, limit_s = now - self._began, self._session.first_step_s
-        if self.stage is Stage.STEPS:
+        if self.stage is WaitStage.STEPS:
             return ""
         if self._alone and now - (self._cupy or 0.0) >= CUPY_S:
             return missing(self.stage, cupy=True)
         # A command that has not come to Python yet may stand in the queue of a cluster.
-        if (0 < limit_s <= waited_s) or (self.stage is Stage.PYTHON and waited_s >= TORCH_S):
+        if (0 < limit_s <= waited_s) or (self.stage is WaitStage.PYTHON and waited_s >= TORCH_S):
             return f"no training step within {counted(round(waited_s), 'second')}: {missing(self.stage)}"
         return ""
 
 
-def missing(stage: Stage, *, cupy: bool = False) -> str:
+def missing(stage: WaitStage, *, cupy: bool = False) -> str:
     """Why a process that has come this far has shown no step. `cupy`: it has imported that, and not torch."""
     if cupy:
         return "the script uses CuPy without torch, and in such a loop no change can be switched while it runs"
-    if stage is Stage.NOTHING:
+    if stage is WaitStage.NOTHING:
         return "advisor found no Python process to enter: -I, -E or -S, a container or another machine keeps it out"
-    if stage is Stage.PYTHON:
+    if stage is WaitStage.PYTHON:
         return "the script has imported neither torch nor CuPy, so it has no training steps yet"
     return "no training step was seen yet; in a loop without an optimizer call advisor.step() after each step"

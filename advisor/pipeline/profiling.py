@@ -360,7 +360,7 @@ def check_measured(ended: Exit, *, thrown_away: bool, held: str = "") -> None:
 
 def nothing_measured(measured: StepProfile, ended: Exit) -> str:
     from advisor.loop.session import DISABLE_VARIABLE, disabled
-    from advisor.loop.waiting import OTHERS_WORKED, Stage, missing
+    from advisor.loop.waiting import OTHERS_WORKED, WaitStage, missing
 
     if disabled():
         return f"{DISABLE_VARIABLE} is set: the script ran by itself, and nothing was measured"
@@ -368,7 +368,7 @@ def nothing_measured(measured: StepProfile, ended: Exit) -> str:
         return f"advisor switched itself off in the script, which went on: {ended.fault}"
     if failed := _ended(ended.code, ended.signal):
         return f"{failed}, before enough training steps were seen"
-    if ended.reached < Stage.TORCH:
+    if ended.reached < WaitStage.TORCH:
         return f"nothing was measured: {missing(ended.reached)}"
     if measured.steps_seen:
         return f"only {measured.steps_seen} steps were seen, too few to measure; let the script train for longer"

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from advisor.core.findings import Findings
-from advisor.core.timeline import CALLS, HOST, Event, Row, Timeline
+from advisor.core.timeline import CALLS, HOST, Event, Timeline, TimelineRow
 from advisor.reporting import numbers, wording
 
 # Processes of the trace, in the order in which they are shown.
@@ -53,7 +53,7 @@ def trace_events(timeline: Timeline, findings: Findings | None) -> dict[str, Any
     return {"displayTimeUnit": "ms", "traceEvents": events}
 
 
-def _events(row: Row, process: int, thread: int, lines: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _events(row: TimelineRow, process: int, thread: int, lines: dict[str, str]) -> Iterator[dict[str, Any]]:
     for event in row.events:
         arguments = {"of": event.detail} if event.detail else {}
         rule = next((rule for line, rule in lines.items() if _at(event, line)), "")

@@ -16,14 +16,14 @@ from advisor.rules.conditions import MetricComparison, comparisons, truth
 from advisor.rules.engine import evaluate, outcome
 from advisor.rules.rule import Rule
 from advisor.rules.schema import SCHEMA, Fields, kind_of, metric_value
-from advisor.rules.yaml_nodes import Document, Mapping, Node, RuleError, Scalar, read
+from advisor.rules.yaml_nodes import Mapping, Node, RuleError, Scalar, YamlDocument, read
 
 # How near the threshold the nearest quiet case must be, relative to it: a case far below proves nothing about the threshold.
 NEAR = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class RuleCase:
     """Metrics as given (all others are missing) and what must follow."""
 
     name: str
@@ -56,7 +56,7 @@ def cases_path(rule: Rule) -> Path:
     return path.with_name(path.name.removesuffix(path.suffix) + CASES_SUFFIX)
 
 
-def read_cases(rule: Rule) -> tuple[Case, ...]:
+def read_cases(rule: Rule) -> tuple[RuleCase, ...]:
     """The rule's cases; empty when it has no file of cases.
 
     Raises:
@@ -80,7 +80,7 @@ def read_cases(rule: Rule) -> tuple[Case, ...]:
     return cases
 
 
-def _case(document: Document, node: Node, problems: list[RuleError]) -> Case:
+def _case(document: YamlDocument, node: Node, problems: list[RuleError]) -> RuleCase:
     fields = Fields(document, node, ("name", "given", "expect", "missing", "message"), problems, "a case")
     fields.require(("name", "given", "expect"))
     given: dict[str, MetricScalar] = {}
@@ -102,7 +102,7 @@ def _case(document: Document, node: Node, problems: list[RuleError]) -> Case:
     elif table is not None:
         fields.fail(table.mark, f"given is {kind_of(table)}", "fields, 'metric: value'")
     expected = fields.choice("expect", [member.value for member in Outcome])
-    return Case(
+    return RuleCase(
         name=fields.text("name"),
         given=given,
         expect=Outcome(expected),
@@ -111,7 +111,7 @@ def _case(document: Document, node: Node, problems: list[RuleError]) -> Case:
     )
 
 
-def run_case(rule: Rule, case: Case) -> CaseResult:
+def run_case(rule: Rule, case: RuleCase) -> CaseResult:
     """Evaluate the rule on the case."""
     table = case.table()
     (finding,) = evaluate([rule], table) or (None,)
@@ -134,7 +134,7 @@ def run_case(rule: Rule, case: Case) -> CaseResult:
     return CaseResult(rule=rule.id, case=case.name, passed=not faults, detail="; ".join(faults))
 
 
-def demands(rule: Rule, cases: Iterable[Case]) -> Iterator[CaseResult]:
+def demands(rule: Rule, cases: Iterable[RuleCase]) -> Iterator[CaseResult]:
     """What every rule's cases must hold: one that fires, one quiet just below a threshold, one not evaluated."""
     cases = tuple(cases)
     if not cases:
@@ -148,14 +148,14 @@ def demands(rule: Rule, cases: Iterable[Case]) -> Iterator[CaseResult]:
         yield CaseResult(rule=rule.id, case="cases", passed=False, detail=detail)
 
 
-def _just_below(rule: Rule, case: Case) -> bool:
+def _just_below(rule: Rule, case: RuleCase) -> bool:
     """Whether changing one metric of the quiet case a little makes the rule fire."""
     leaves = list(comparisons(rule.when))
     numeric = [leaf for leaf in leaves if BY_NAME[leaf.metric].kind == "number"]
     return any(_flips(rule, case, leaf) for leaf in numeric or leaves)
 
 
-def _flips(rule: Rule, case: Case, leaf: MetricComparison) -> bool:
+def _flips(rule: Rule, case: RuleCase, leaf: MetricComparison) -> bool:
     value = case.given.get(leaf.metric)
     if value is None:
         return False

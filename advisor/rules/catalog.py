@@ -10,7 +10,7 @@ from advisor.core.errors import AdvisorError, cause
 from advisor.resources import rules_dir
 from advisor.rules.rule import AREAS, Rule
 from advisor.rules.schema import read_rule
-from advisor.rules.yaml_nodes import Mark, RuleError
+from advisor.rules.yaml_nodes import RuleError, YamlMark
 
 CASES_SUFFIX = ".cases.yaml"
 MAX_FILES = 2000
@@ -103,4 +103,4 @@ def load(paths: Iterable[Path] = (), *, shipped: bool = True) -> tuple[Rule, ...
 
 
 def _whole_file(rule: Rule, found: str, expected: str) -> RuleError:
-    return RuleError(rule.path, Mark(1, 1), found, expected=expected)
+    return RuleError(rule.path, YamlMark(1, 1), found, expected=expected)

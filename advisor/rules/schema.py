@@ -16,7 +16,7 @@ from advisor.rules import estimate, messages, units
 from advisor.rules.conditions import OPERATORS, All, AnyOf, Condition, MetricComparison, Not, Threshold
 from advisor.rules.rule import AREAS, ROLES, SEVERITIES, STATUSES, CounterExample, Rule
 from advisor.rules.sites import SELECTORS
-from advisor.rules.yaml_nodes import Document, Mapping, Mark, Node, RuleError, Scalar, Sequence, read
+from advisor.rules.yaml_nodes import Mapping, Node, RuleError, Scalar, Sequence, YamlDocument, YamlMark, read
 
 SCHEMA = 1
 MAX_CONDITION_DEPTH = 6
@@ -45,7 +45,9 @@ T = TypeVar("T")
 class Fields:
     """Typed access to the fields of one mapping. A fault is added to `problems` and a harmless default returned."""
 
-    def __init__(self, document: Document, node: Node, known: Collection[str], problems: list[RuleError], what: str):
+    def __init__(
+        self, document: YamlDocument, node: Node, known: Collection[str], problems: list[RuleError], what: str
+    ):
         self.document, self.problems, self.what, self.mark = document, problems, what, node.mark
         self.values: dict[str, Node] = {}
         if not isinstance(node, Mapping):
@@ -58,11 +60,11 @@ class Fields:
                 expected = "one of " + ", ".join(known)
                 self.fail(key.mark, f"unknown field {key.text!r} in {what}", expected, meant(key.text, known))
 
-    def fail(self, mark: Mark, found: str, expected: str = "", fix: str = "") -> None:
+    def fail(self, mark: YamlMark, found: str, expected: str = "", fix: str = "") -> None:
         """Collect one fault."""
         self.problems.append(self.document.error(mark, found, expected=expected, fix=fix))
 
-    def mark_of(self, name: str) -> Mark:
+    def mark_of(self, name: str) -> YamlMark:
         """Where the field's value stands, or where the mapping starts."""
         return self.values[name].mark if name in self.values else self.mark
 
@@ -174,7 +176,7 @@ def metric_value(fields: Fields, node: Node, spec: MetricSpec) -> float | str | 
         return None
 
 
-def _condition(document: Document, node: Node, problems: list[RuleError], depth: int = 1) -> Condition | None:
+def _condition(document: YamlDocument, node: Node, problems: list[RuleError], depth: int = 1) -> Condition | None:
     fields = Fields(document, node, ("all", "any", "not", "metric", "because", *OPERATORS), problems, "a condition")
     if not isinstance(node, Mapping) or len(fields.values) < len(node.entries):
         return None
@@ -250,7 +252,7 @@ def _gain(fields: Fields) -> estimate.Gain | None:
         try:
             bounds[name] = estimate.parse(node.text)
         except estimate.ExpressionError as error:
-            mark = Mark(node.mark.line, node.mark.column + error.offset)
+            mark = YamlMark(node.mark.line, node.mark.column + error.offset)
             word = error.found.rsplit("'", 2)[-2] if error.found.startswith("the unknown metric") else ""
             inner.fail(mark, f"{error.found} in {name!r}", error.expected, meant(word, BY_NAME) if word else "")
     if len(bounds) < 2:
@@ -306,7 +308,7 @@ def read_rule(path: Path, name: str, problems: list[RuleError]) -> Rule | None:
     return rule if len(problems) == before else None
 
 
-def _rule(document: Document, stem: str, problems: list[RuleError]) -> Rule | None:
+def _rule(document: YamlDocument, stem: str, problems: list[RuleError]) -> Rule | None:
     fields = Fields(document, document.root, FIELDS, problems, "the rule")
     if not isinstance(document.root, Mapping):
         return None

@@ -41,7 +41,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class YamlMark:
     """A place in a file; line and column count from 1."""
 
     line: int
@@ -51,7 +51,9 @@ class Mark:
 class RuleError(AdvisorError):
     """A fault in a rule file. `str()` is one line that starts with `file:line:col:`; `excerpt` is that line with a caret."""
 
-    def __init__(self, path: str, mark: Mark, found: str, *, expected: str = "", fix: str = "", line: str = "") -> None:
+    def __init__(
+        self, path: str, mark: YamlMark, found: str, *, expected: str = "", fix: str = "", line: str = ""
+    ) -> None:
         self.path, self.mark = path, mark
         visible = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", line.replace("\t", " "))[:160]
         self.excerpt = f"  {visible}\n  {' ' * (mark.column - 1)}^" if visible.strip() and mark.column <= 160 else ""
@@ -64,7 +66,7 @@ class Scalar:
 
     text: str
     kind: str
-    mark: Mark
+    mark: YamlMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,7 @@ class Sequence:
     """A list."""
 
     items: tuple[Node, ...]
-    mark: Mark
+    mark: YamlMark
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,26 +82,26 @@ class Mapping:
     """Keys and values in file order; keys are unique."""
 
     entries: tuple[tuple[Scalar, Node], ...]
-    mark: Mark
+    mark: YamlMark
 
 
 Node = Scalar | Sequence | Mapping
 
 
 @dataclass(frozen=True, slots=True)
-class Document:
+class YamlDocument:
     """One file: its name for messages, its lines for carets, its tree."""
 
     path: str
     lines: tuple[str, ...]
     root: Node
 
-    def error(self, mark: Mark, found: str, *, expected: str = "", fix: str = "") -> RuleError:
+    def error(self, mark: YamlMark, found: str, *, expected: str = "", fix: str = "") -> RuleError:
         """The error to raise or collect for this place."""
         return _error(self.path, self.lines, mark, found, expected=expected, fix=fix)
 
 
-def read(path: Path, name: str = "") -> Document:
+def read(path: Path, name: str = "") -> YamlDocument:
     """Read one file; `name` stands in messages for its path.
 
     Raises:
@@ -116,9 +118,9 @@ def read(path: Path, name: str = "") -> Document:
     return parse(data, name or str(path))
 
 
-def parse(data: bytes, name: str) -> Document:
+def parse(data: bytes, name: str) -> YamlDocument:
     """Build the tree from a file's bytes. See `read`."""
-    start = Mark(1, 1)
+    start = YamlMark(1, 1)
     if len(data) > MAX_BYTES:
         raise RuleError(name, start, f"the file is larger than {MAX_BYTES // 1024} KiB", expected="a single rule")
     if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
@@ -127,20 +129,22 @@ def parse(data: bytes, name: str) -> Document:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise RuleError(name, Mark(line, 1), f"byte {error.start} is not UTF-8", expected="a UTF-8 text file") from None
+        raise RuleError(
+            name, YamlMark(line, 1), f"byte {error.start} is not UTF-8", expected="a UTF-8 text file"
+        ) from None
     text = text.replace("\r\n", "\n")
     lines = tuple(text.split("\n"))
     for number, content in enumerate(lines, 1):
         if tab := re.match(r" *\t", content):
-            raise _error(name, lines, Mark(number, tab.end()), "a tab in the indentation", expected="spaces")
+            raise _error(name, lines, YamlMark(number, tab.end()), "a tab in the indentation", expected="spaces")
         if control := _CONTROL.search(content):
-            mark = Mark(number, control.start() + 1)
+            mark = YamlMark(number, control.start() + 1)
             raise _error(name, lines, mark, f"control character {control.group()!r}", expected="a text file")
-    return Document(name, lines, _Builder(name, lines).build(text))
+    return YamlDocument(name, lines, _Builder(name, lines).build(text))
 
 
 def _error(
-    path: str, lines: tuple[str, ...], mark: Mark, found: str, *, expected: str = "", fix: str = ""
+    path: str, lines: tuple[str, ...], mark: YamlMark, found: str, *, expected: str = "", fix: str = ""
 ) -> RuleError:
     line = lines[mark.line - 1] if 0 < mark.line <= len(lines) else ""
     return RuleError(path, mark, found, expected=expected, fix=fix, line=line)
@@ -152,10 +156,10 @@ class _Builder:
     def __init__(self, name: str, lines: tuple[str, ...]) -> None:
         self.name, self.lines, self.count = name, lines, 0
 
-    def fail(self, mark: Mark, found: str, expected: str = "", fix: str = "") -> RuleError:
+    def fail(self, mark: YamlMark, found: str, expected: str = "", fix: str = "") -> RuleError:
         return _error(self.name, self.lines, mark, found, expected=expected, fix=fix)
 
-    def too_deep(self, mark: Mark) -> RuleError:
+    def too_deep(self, mark: YamlMark) -> RuleError:
         return self.fail(mark, f"nested deeper than {MAX_DEPTH} levels")
 
     def build(self, text: str) -> Node:
@@ -169,16 +173,16 @@ class _Builder:
                     root = self.node(event, events, 1)
         except yaml.MarkedYAMLError as error:
             raw = error.problem_mark or error.context_mark
-            mark = Mark(raw.line + 1, raw.column + 1) if raw else Mark(1, 1)
+            mark = YamlMark(raw.line + 1, raw.column + 1) if raw else YamlMark(1, 1)
             if error.problem == _TOO_DEEP_FOR_LIBYAML:
                 raise self.too_deep(mark) from None
             raise self.fail(
                 mark, f"not YAML: {error.problem or error.context}", fix=_hint(str(error.problem))
             ) from None
         except yaml.YAMLError as error:
-            raise self.fail(Mark(1, 1), f"not YAML: {str(error).splitlines()[0]}") from None
+            raise self.fail(YamlMark(1, 1), f"not YAML: {str(error).splitlines()[0]}") from None
         if root is None:
-            raise self.fail(Mark(1, 1), "the file is empty", "a rule")
+            raise self.fail(YamlMark(1, 1), "the file is empty", "a rule")
         return root
 
     def node(self, event: Any, events: Any, depth: int) -> Node:
@@ -206,7 +210,7 @@ class _Builder:
                 items.append(self.node(event, events, depth + 1))
             return Sequence(tuple(items), mark)
         entries: list[tuple[Scalar, Node]] = []
-        first: dict[str, Mark] = {}
+        first: dict[str, YamlMark] = {}
         while not isinstance(event := next(events), yaml.MappingEndEvent):
             key = self.node(event, events, depth + 1)
             if not isinstance(key, Scalar):
@@ -219,8 +223,8 @@ class _Builder:
         return Mapping(tuple(entries), mark)
 
 
-def _mark(event: Any) -> Mark:
-    return Mark(event.start_mark.line + 1, event.start_mark.column + 1)
+def _mark(event: Any) -> YamlMark:
+    return YamlMark(event.start_mark.line + 1, event.start_mark.column + 1)
 
 
 def _kind(event: Any) -> str:

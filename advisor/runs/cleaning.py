@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 from advisor.core import use
 from advisor.core.errors import AdvisorError
-from advisor.runs.listing import Run
+from advisor.runs.listing import ListedRun
 from advisor.userfiles import owners
 
 
 def chosen(
-    runs: Sequence[Run], *, older_than_s: float | None = None, keep: int | None = None, now: float | None = None
-) -> tuple[Run, ...]:
+    runs: Sequence[ListedRun], *, older_than_s: float | None = None, keep: int | None = None, now: float | None = None
+) -> tuple[ListedRun, ...]:
     """Of `runs`, the newest first, those to remove: older than this, and behind the newest `keep`; none that is needed."""
     moment = time.time() if now is None else now
     behind = runs[keep or 0 :]
@@ -25,7 +25,7 @@ def chosen(
     )
 
 
-def remove(run: Run) -> bool:
+def remove(run: ListedRun) -> bool:
     """Remove a run's folder; False where a process has begun to use it meanwhile, and it stays.
 
     Raises:

@@ -34,7 +34,7 @@ _MOST_BYTES = 1_000_000  # of a file that is searched for names of runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ListedRun:
     """A run folder. `needed`: why it must stay, "" where it need not; `ended` is when it was last written to, seconds since 1970."""
 
     folder: Path
@@ -46,7 +46,7 @@ class Run:
     needed: str = ""
 
 
-def listed() -> tuple[Run, ...]:
+def listed() -> tuple[ListedRun, ...]:
     """The runs in this directory, the newest first.
 
     Raises:
@@ -68,11 +68,11 @@ def _is_run(folder: Path) -> bool:
     return any(os.path.exists(folder / name) for name in (SESSION_FILE, *HOLDS))
 
 
-def _run(folder: Path, plan: Plan | None) -> Run:
+def _run(folder: Path, plan: Plan | None) -> ListedRun:
     size, ended = _measure(folder)
     holds = tuple(what for name, what in HOLDS.items() if os.path.exists(folder / name))
     script, verdict = _came_of(folder, plan)
-    return Run(folder=folder, script=script, ended=ended, size=size, holds=holds, verdict=verdict)
+    return ListedRun(folder=folder, script=script, ended=ended, size=size, holds=holds, verdict=verdict)
 
 
 def _measure(folder: Path) -> tuple[int, float]:
@@ -122,7 +122,7 @@ def _of_trials(log: TrialLog) -> str:
     return f"nothing kept of {counted(len(statuses), 'change')}" if statuses else "nothing tried"
 
 
-def _with_needs(runs: Sequence[Run], plans: dict[Path, Plan]) -> tuple[Run, ...]:
+def _with_needs(runs: Sequence[ListedRun], plans: dict[Path, Plan]) -> tuple[ListedRun, ...]:
     used = _in_use(runs, plans)
     texts = list(_texts())
     found = []
@@ -141,12 +141,12 @@ def _with_needs(runs: Sequence[Run], plans: dict[Path, Plan]) -> tuple[Run, ...]
     return tuple(found)
 
 
-def _needing(run: Run, needed: str) -> Run:
-    values = {name: getattr(run, name) for name in Run.__slots__}
-    return Run(**{**values, "needed": needed})
+def _needing(run: ListedRun, needed: str) -> ListedRun:
+    values = {name: getattr(run, name) for name in ListedRun.__slots__}
+    return ListedRun(**{**values, "needed": needed})
 
 
-def _in_use(runs: Iterable[Run], plans: dict[Path, Plan]) -> set[Path]:
+def _in_use(runs: Iterable[ListedRun], plans: dict[Path, Plan]) -> set[Path]:
     """The runs whose plan `last` names, one for each script: the newest that settles something, as `advisor run` takes it."""
     found: dict[str, Path] = {}
     for run in runs:

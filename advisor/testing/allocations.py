@@ -24,7 +24,7 @@ from torch.autograd import profiler as autograd_profiler
 from advisor.profiling.inside.annotate import LINE, STEP, Annotator, step_marker
 from advisor.profiling.inside.kinetosession import quiet_kineto
 from advisor.testing.live import LiveStep
-from advisor.testing.quantities import Held
+from advisor.testing.quantities import HeldTo
 
 STEPS = 4  # after the first one
 _OWN_RANGES = "advisor:"
@@ -38,8 +38,8 @@ class Allocations:
     allocations: float
     growth_bytes: float
     peak_bytes: int
-    growing: tuple[Held, ...]
-    peak: tuple[Held, ...]
+    growing: tuple[HeldTo, ...]
+    peak: tuple[HeldTo, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,11 +212,11 @@ def account(events: list[BlockEvent], marks: list[int], before: int, level: Memo
     )
 
 
-def _by_line(events: Iterable[BlockEvent], steps: int) -> tuple[Held, ...]:
+def _by_line(events: Iterable[BlockEvent], steps: int) -> tuple[HeldTo, ...]:
     sums: dict[tuple[str, str], float] = defaultdict(float)
     for event in events:
         sums[event.source, event.what] += event.nbytes / steps
-    found = [Held(source=source, what=what or "memory", bytes=nbytes) for (source, what), nbytes in sums.items()]
+    found = [HeldTo(source=source, what=what or "memory", bytes=nbytes) for (source, what), nbytes in sums.items()]
     return tuple(sorted(found, key=lambda h: -h.bytes))
 
 

@@ -19,7 +19,7 @@ from advisor import __version__
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.testing.quantities import BY_KEY, Quantity, Step
+from advisor.testing.quantities import BY_KEY, JudgedQuantity, JudgedStep
 
 DEFAULT_STORAGE = "perf-baselines"
 NEVER_TIMES = (
@@ -79,7 +79,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class BaselineRow:
     """A kernel's calls, bytes and time a step, by name, module and source line."""
 
     what: str
@@ -91,16 +91,16 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class BaselineEntry:
     """One measurement of a test: quantity → value a step, with each one's provenance."""
 
     label: str
     values: dict[str, float] = field(default_factory=dict)
     provenance: dict[str, str] = field(default_factory=dict)
-    rows: tuple[Row, ...] = ()
+    rows: tuple[BaselineRow, ...] = ()
 
     @classmethod
-    def of(cls, label: str, step: Step) -> Entry:
+    def of(cls, label: str, step: JudgedStep) -> BaselineEntry:
         """Everything that could be read of a step."""
         readings = {key: quantity.read(step) for key, quantity in BY_KEY.items()}
         known = {key: reading for key, reading in readings.items() if reading.value is not None}
@@ -112,7 +112,7 @@ class Entry:
             entry[1] += row.dram_bytes if row.dram_bytes is not None else row.modelled_bytes
             entry[2] += row.time_us
         rows = [
-            Row(what=w, module=m, source=s, calls=calls, bytes=nbytes, time_us=time_us)
+            BaselineRow(what=w, module=m, source=s, calls=calls, bytes=nbytes, time_us=time_us)
             for (w, m, s), (calls, nbytes, time_us) in sums.items()
         ]
         rows.sort(key=lambda row: (-row.time_us, row.what, row.module))
@@ -132,7 +132,7 @@ class Baseline:
     created: str
     advisor: str
     machine: Machine
-    tests: dict[str, tuple[Entry, ...]] = field(default_factory=dict)
+    tests: dict[str, tuple[BaselineEntry, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +141,10 @@ class Stored:
 
     name: str
     machine: Machine | None = None
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[BaselineEntry, ...] = ()
     recording: bool = False
 
-    def entry(self, label: str) -> Entry | None:
+    def entry(self, label: str) -> BaselineEntry | None:
         """The measurement of this label, or None while the baseline is being recorded.
 
         Raises:
@@ -160,7 +160,9 @@ class Stored:
         return found
 
 
-def compared(quantity: Quantity, value: float, stored: float, tolerance: float, *, absolute: bool = False) -> float:
+def compared(
+    quantity: JudgedQuantity, value: float, stored: float, tolerance: float, *, absolute: bool = False
+) -> float:
     """How far `value` is past what the stored one allows, in the quantity's unit; 0 or less when it is within.
 
     Args:
@@ -208,7 +210,9 @@ def load(folder: Path, name: str) -> Baseline:
     return storage.load(path, Baseline)
 
 
-def save(folder: Path, name: str, machine: Machine, tests: Mapping[str, Iterable[Entry]], *, update: bool) -> Path:
+def save(
+    folder: Path, name: str, machine: Machine, tests: Mapping[str, Iterable[BaselineEntry]], *, update: bool
+) -> Path:
     """Write a run's measurements; with `update` tests that this run did not measure keep what was stored of them.
 
     One file is one machine's: an update on another machine has to measure every test that is in it.
@@ -218,7 +222,7 @@ def save(folder: Path, name: str, machine: Machine, tests: Mapping[str, Iterable
     """
     path = path_of(folder, name)
     measured = {test: tuple(entries) for test, entries in tests.items()}
-    kept: dict[str, tuple[Entry, ...]] = {}
+    kept: dict[str, tuple[BaselineEntry, ...]] = {}
     if update and path.exists():
         old = storage.load(path, Baseline)
         kept = {test: entries for test, entries in old.tests.items() if test not in measured}

@@ -20,7 +20,7 @@ from advisor.core.verdict import Status
 from advisor.testing import amounts
 from advisor.testing.amounts import Amount
 from advisor.testing.device_lock import alone, locked
-from advisor.testing.judged import Budget
+from advisor.testing.judged import JudgedBudget
 from advisor.trials import statistics
 
 WARMUP = 5
@@ -30,7 +30,7 @@ LEAST_STEPS, MOST_STEPS = 3, 200
 Step = Callable[[], Any]
 
 
-class Stopwatch(Protocol):
+class TurnsWatch(Protocol):
     """Times calls of a step."""
 
     def times(self, step: Step, count: int) -> list[float]:
@@ -82,7 +82,7 @@ class Comparison:
         b: Step,
         *,
         device: torch.device | None = None,
-        stopwatch: Stopwatch | None = None,
+        stopwatch: TurnsWatch | None = None,
         max_pairs: int = statistics.STAGES[-1],
         undecided: Callable[[str], None] | None = None,
     ) -> None:
@@ -92,14 +92,14 @@ class Comparison:
             raise AdvisorError(f"max_pairs={max_pairs}", expected=f"{statistics.STAGES[0]} or more")
         self._steps = (a, b)
         self._device = device or torch.device("cpu")
-        self._watch: Stopwatch = stopwatch or (
+        self._watch: TurnsWatch = stopwatch or (
             DeviceStopwatch(self._device) if self._device.type == "cuda" else HostStopwatch()
         )
         self._max_pairs = max_pairs
         self._undecided = undecided
         self._block = 0
         self._blocks: tuple[list[list[float]], list[list[float]]] = ([], [])
-        self.budgets: list[Budget] = []
+        self.budgets: list[JudgedBudget] = []
 
     @property
     def pairs(self) -> list[tuple[float, float]]:
@@ -135,7 +135,7 @@ class Comparison:
         if decision.point is not None:
             passed = decision.status != Status.REVERTED
             self.budgets.append(
-                Budget(
+                JudgedBudget(
                     title="time of the second step over the first",
                     unit="frac",
                     value=1 - decision.point,

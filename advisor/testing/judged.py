@@ -12,14 +12,14 @@ from advisor.core.metrics import MetricTable
 from advisor.core.profile import StepProfile
 from advisor.core.provenance import Provenance
 from advisor.testing import amounts, baselines
-from advisor.testing.baselines import Entry, Machine, Stored
+from advisor.testing.baselines import BaselineEntry, Machine, Stored
 from advisor.testing.quantities import (
     BY_KEY,
     Beyond,
     Culprit,
-    Quantity,
+    JudgedQuantity,
+    JudgedStep,
     Reading,
-    Step,
 )
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class CannotJudge(AssertionError):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
+class JudgedBudget:
     """One bound that a measurement was held to. bound: max, min, or check for a yes or no without numbers. `note` says of a value
     that it is not measured, and of a limit whose it is, if not the test's.
     """
@@ -67,9 +67,9 @@ class Judged:
         seconds: float = 0.0,
     ) -> None:
         self.label, self.seconds = label, seconds
-        self._step = Step(profile=profile, metrics=analysis.metrics(profile), beyond=beyond or Beyond())
+        self._step = JudgedStep(profile=profile, metrics=analysis.metrics(profile), beyond=beyond or Beyond())
         self._live = live
-        self.budgets: list[Budget] = []
+        self.budgets: list[JudgedBudget] = []
 
     @property
     def profile(self) -> StepProfile:
@@ -87,15 +87,15 @@ class Judged:
         return Machine.of(self.profile.environment)
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> BaselineEntry:
         """What a baseline stores of it."""
-        return Entry.of(self.label, self._step)
+        return BaselineEntry.of(self.label, self._step)
 
     def reading(self, key: str) -> Reading:
         """A quantity by its key (`kernels`, `memory`, …), with its provenance, or the reason why it is not known."""
         return BY_KEY[key].read(self._step)
 
-    def worse_than(self, entry: Entry, name: str, key: str) -> list[str]:
+    def worse_than(self, entry: BaselineEntry, name: str, key: str) -> list[str]:
         """The message that a quantity is worse than a baseline's, as a list of one."""
         quantity = BY_KEY[key]
         value, old = quantity.read(self._step).value or 0.0, entry.values[key]
@@ -145,7 +145,7 @@ class Judged:
                 raise CannotJudge(f"{quantity.title} is held to no baseline: {baselines.NEVER_TIMES}")
             self._against(quantity, reading, stored, share)
 
-    def _against(self, quantity: Quantity, reading: Reading, stored: Stored, tolerance: float | None) -> None:
+    def _against(self, quantity: JudgedQuantity, reading: Reading, stored: Stored, tolerance: float | None) -> None:
         __tracebackhide__ = True
         entry = stored.entry(self.label)
         if entry is None:
@@ -168,7 +168,7 @@ class Judged:
             where = f"{name} ({share:.1%} tolerated)"
             raise AssertionError("\n".join(self._worse(quantity, value, old, entry, where)))
 
-    def _worse(self, quantity: Quantity, value: float, old: float, entry: Entry, where: str) -> list[str]:
+    def _worse(self, quantity: JudgedQuantity, value: float, old: float, entry: BaselineEntry, where: str) -> list[str]:
         unit = quantity.unit
         head = f"{quantity.title}: {amounts.text(value, unit)}{quantity.per}, {amounts.text(old, unit)} in {where}"
         changed = self._changed(quantity, entry)
@@ -176,7 +176,7 @@ class Judged:
             return [head, *_listed("what is more than there:", changed, unit)]
         return [head, *_listed("most of it:", quantity.blame(self._step), unit)]
 
-    def _changed(self, quantity: Quantity, entry: Entry) -> list[Culprit]:
+    def _changed(self, quantity: JudgedQuantity, entry: BaselineEntry) -> list[Culprit]:
         """Kernels with more of the quantity than the baseline has; source lines move, so they are not compared."""
         column = {"kernels": "calls", "launches": "calls", "layouts": "calls", "dram": "bytes"}.get(quantity.key)
         if column is None:
@@ -231,7 +231,7 @@ class Judged:
         self, title: str, unit: str, value: float, limit: float, bound: str, passed: bool, note: str = ""
     ) -> None:
         """Note what was held to what; a bound that the marker and the test both ask about, or a loop, is one."""
-        found = Budget(title=title, unit=unit, value=value, limit=limit, bound=bound, passed=passed, note=note)
+        found = JudgedBudget(title=title, unit=unit, value=value, limit=limit, bound=bound, passed=passed, note=note)
         if found not in self.budgets:
             self.budgets.append(found)
 

@@ -40,7 +40,7 @@ class Culprit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
+class HeldTo:
     """Bytes that a source line allocated and that were still held: a step later, or at the peak."""
 
     source: str
@@ -57,8 +57,8 @@ class Beyond:
     `profile.syncs` are all the reads that would wait on a GPU.
     """
 
-    growing: tuple[Held, ...] = ()
-    peak: tuple[Held, ...] = ()
+    growing: tuple[HeldTo, ...] = ()
+    peak: tuple[HeldTo, ...] = ()
     breaks: tuple[Site, ...] = ()
     recompiles: tuple[Site, ...] = ()
     compiled: bool = False
@@ -76,7 +76,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class JudgedStep:
     """A measured step as the quantities read it."""
 
     profile: StepProfile
@@ -89,15 +89,15 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Quantity:
+class JudgedQuantity:
     """`timed`: depends on this very machine and hour, so that a stored baseline says nothing. `more_is_better`: a lower
     bound is what people set, and a fall is a regression."""
 
     key: str
     title: str
     unit: str
-    read: Callable[[Step], Reading]
-    blame: Callable[[Step], list[Culprit]]
+    read: Callable[[JudgedStep], Reading]
+    blame: Callable[[JudgedStep], list[Culprit]]
     timed: bool = False
     more_is_better: bool = False
 
@@ -117,8 +117,8 @@ def _missing(reason: str) -> Reading:
     return Reading(value=None, provenance=Provenance.UNAVAILABLE, reason=reason)
 
 
-def _metric(name: str) -> Callable[[Step], Reading]:
-    def read(step: Step) -> Reading:
+def _metric(name: str) -> Callable[[JudgedStep], Reading]:
+    def read(step: JudgedStep) -> Reading:
         metric = step.metrics[name]
         value = metric.value if isinstance(metric.value, float) else None
         return Reading(value=value, provenance=metric.provenance, reason=metric.reason)
@@ -126,23 +126,23 @@ def _metric(name: str) -> Callable[[Step], Reading]:
     return read
 
 
-def _step_time(step: Step) -> Reading:
+def _step_time(step: JudgedStep) -> Reading:
     typical_us = step.profile.typical_us
     return Reading(value=typical_us) if typical_us > 0 else _missing("no step was timed")
 
 
-def _launches(step: Step) -> Reading:
+def _launches(step: JudgedStep) -> Reading:
     if not step.on_gpu:
         return _missing("a step on a CPU launches nothing")
     return Reading(value=step.profile.launches) if step.profile.cost.traced_steps else _missing("nothing was traced")
 
 
-def host_syncs(step: Step, allow: tuple[str, ...] = ()) -> tuple[Site, ...]:
+def host_syncs(step: JudgedStep, allow: tuple[str, ...] = ()) -> tuple[Site, ...]:
     """Places where the host waits for the device (on a CPU: where it would on a GPU) that no text in `allow` names."""
     return tuple(site for site in step.profile.syncs if not any(name in f"{site.what} {site.source}" for name in allow))
 
 
-def _syncs(step: Step) -> Reading:
+def _syncs(step: JudgedStep) -> Reading:
     if not step.profile.cost.traced_steps:
         return _missing("nothing was traced")
     if not step.on_gpu and not step.beyond.reads_watched:
@@ -159,8 +159,8 @@ def sync_culprits(sites: Iterable[Site]) -> list[Culprit]:
     return [Culprit(what=site.what, amount=site.calls, source=site.source) for site in sites]
 
 
-def _copies(kind: str, *, nbytes: bool) -> Callable[[Step], Reading]:
-    def read(step: Step) -> Reading:
+def _copies(kind: str, *, nbytes: bool) -> Callable[[JudgedStep], Reading]:
+    def read(step: JudgedStep) -> Reading:
         if not step.on_gpu:
             return _missing("needs a CUDA GPU")
         if not step.profile.cost.traced_steps:
@@ -171,8 +171,8 @@ def _copies(kind: str, *, nbytes: bool) -> Callable[[Step], Reading]:
     return read
 
 
-def _copy_culprits(kind: str, *, nbytes: bool) -> Callable[[Step], list[Culprit]]:
-    def blame(step: Step) -> list[Culprit]:
+def _copy_culprits(kind: str, *, nbytes: bool) -> Callable[[JudgedStep], list[Culprit]]:
+    def blame(step: JudgedStep) -> list[Culprit]:
         return [
             Culprit(
                 what=f"{kind} copy" + (" (pageable)" if row.pageable else ""),
@@ -186,7 +186,7 @@ def _copy_culprits(kind: str, *, nbytes: bool) -> Callable[[Step], list[Culprit]
     return blame
 
 
-def _dram(step: Step) -> Reading:
+def _dram(step: JudgedStep) -> Reading:
     nbytes, provenance = breakdown.dram_bytes(step.profile)
     if provenance is Provenance.UNAVAILABLE:
         return _missing("no operator with a known size was traced")
@@ -194,12 +194,12 @@ def _dram(step: Step) -> Reading:
     return Reading(value=nbytes, provenance=provenance, reason=reason)
 
 
-def _memory(step: Step) -> Reading:
+def _memory(step: JudgedStep) -> Reading:
     peak = step.profile.memory.peak_allocated_bytes
     return Reading(value=float(peak), reason=step.beyond.memory_basis) if peak else _missing("was not gathered")
 
 
-def _growth(step: Step) -> Reading:
+def _growth(step: JudgedStep) -> Reading:
     if not step.profile.memory.allocations:
         if step.profile.environment.device == "cpu":
             return _missing("on a CPU the allocator's requests are counted of a callable, not of a script")
@@ -207,7 +207,7 @@ def _growth(step: Step) -> Reading:
     return Reading(value=max(0.0, step.profile.memory.growth_bytes or 0.0))
 
 
-def _half(step: Step) -> Reading:
+def _half(step: JudgedStep) -> Reading:
     """By flops, which do not vary from run to run as times do."""
     rows = [row for row in step.profile.kernels if row.kind in MATRIX and row.flops > 0]
     total = sum(row.flops for row in rows)
@@ -216,20 +216,20 @@ def _half(step: Step) -> Reading:
     return Reading(value=sum(row.flops for row in rows if row.dtype in HALF) / total)
 
 
-def _conversions(step: Step) -> list[KernelRow]:
+def _conversions(step: JudgedStep) -> list[KernelRow]:
     # On a CPU the operators around a copy (contiguous, clone, to) have rows of their own: the copy is what counts.
     return [
         row for row in step.profile.kernels if row.kind == "layout" and (step.on_gpu or row.name not in _AROUND_COPIES)
     ]
 
 
-def _layouts(step: Step) -> Reading:
+def _layouts(step: JudgedStep) -> Reading:
     if not step.profile.kernels:
         return _missing("nothing was traced")
     return Reading(value=sum(row.calls for row in _conversions(step)))
 
 
-def _layout_culprits(step: Step) -> list[Culprit]:
+def _layout_culprits(step: JudgedStep) -> list[Culprit]:
     """Forward first: what a lost layout makes convolutions convert comes after the line that lost it."""
     rows = _conversions(step)
     return [
@@ -239,7 +239,7 @@ def _layout_culprits(step: Step) -> list[Culprit]:
     ]
 
 
-def _breaks(step: Step) -> Reading:
+def _breaks(step: JudgedStep) -> Reading:
     if not step.beyond.compiled:
         return _missing(
             "nothing was compiled since this test began; compile in the test, or call torch.compiler.reset() before"
@@ -247,7 +247,7 @@ def _breaks(step: Step) -> Reading:
     return Reading(value=float(len(step.beyond.breaks)))
 
 
-def _recompiles(step: Step) -> Reading:
+def _recompiles(step: JudgedStep) -> Reading:
     return Reading(value=sum(site.calls for site in step.beyond.recompiles))
 
 
@@ -261,16 +261,16 @@ def grouped(rows: Iterable[KernelRow], amount: Callable[[KernelRow], float]) -> 
     return sorted(found, key=lambda c: (-c.amount, c.what, c.source))
 
 
-def _rows(amount: Callable[[KernelRow], float]) -> Callable[[Step], list[Culprit]]:
+def _rows(amount: Callable[[KernelRow], float]) -> Callable[[JudgedStep], list[Culprit]]:
     return lambda step: grouped(step.profile.kernels, amount)
 
 
 def _of_products(
     amount: Callable[[KernelRow], float], right: Callable[[KernelRow], bool]
-) -> Callable[[Step], list[Culprit]]:
+) -> Callable[[JudgedStep], list[Culprit]]:
     """Convolutions and products that are not as they should be, each with its share of them all."""
 
-    def blame(step: Step) -> list[Culprit]:
+    def blame(step: JudgedStep) -> list[Culprit]:
         rows = [row for row in step.profile.kernels if row.kind in MATRIX]
         total = sum(map(amount, rows)) or 1.0
         return grouped((row for row in rows if not right(row)), lambda row: amount(row) / total)
@@ -278,7 +278,7 @@ def _of_products(
     return blame
 
 
-def _idle(step: Step) -> list[Culprit]:
+def _idle(step: JudgedStep) -> list[Culprit]:
     total = sum(cause.time_us for cause in step.profile.idle) + step.profile.busy_us or 1.0
     return [
         Culprit(what=f"idle: {cause.cause}", amount=site.time_us / total, source=site.source)
@@ -288,12 +288,12 @@ def _idle(step: Step) -> list[Culprit]:
     ]
 
 
-def _off_the_limit(step: Step) -> list[Culprit]:
+def _off_the_limit(step: JudgedStep) -> list[Culprit]:
     total = sum(row.time_us for row in step.profile.kernels) or 1.0
     return grouped(step.profile.kernels, lambda row: max(0.0, row.time_us - row.limit_us) / total)
 
 
-def _held(of: Callable[[Beyond], tuple[Held, ...]]) -> Callable[[Step], list[Culprit]]:
+def _held(of: Callable[[Beyond], tuple[HeldTo, ...]]) -> Callable[[JudgedStep], list[Culprit]]:
     return lambda step: [Culprit(what=h.what, amount=h.bytes, source=h.source) for h in of(step.beyond)]
 
 
@@ -301,37 +301,37 @@ def _is_bytes(row: KernelRow) -> float:
     return row.dram_bytes if row.dram_bytes is not None else row.modelled_bytes
 
 
-QUANTITIES: tuple[Quantity, ...] = (
-    Quantity(key="step", title="step time", unit="us", read=_step_time, blame=_rows(lambda r: r.time_us), timed=True),
-    Quantity(key="kernels", title="kernel count", unit="count", read=_metric("kernels_per_step"),
+QUANTITIES: tuple[JudgedQuantity, ...] = (
+    JudgedQuantity(key="step", title="step time", unit="us", read=_step_time, blame=_rows(lambda r: r.time_us), timed=True),
+    JudgedQuantity(key="kernels", title="kernel count", unit="count", read=_metric("kernels_per_step"),
              blame=_rows(lambda r: r.calls)),
-    Quantity(key="launches", title="launches", unit="count", read=_launches, blame=_rows(lambda r: r.calls)),
-    Quantity(key="syncs", title="host synchronisations", unit="count", read=_syncs,
+    JudgedQuantity(key="launches", title="launches", unit="count", read=_launches, blame=_rows(lambda r: r.calls)),
+    JudgedQuantity(key="syncs", title="host synchronisations", unit="count", read=_syncs,
              blame=lambda step: sync_culprits(host_syncs(step))),
     *(
-        Quantity(key=key, title=title, unit="bytes" if nbytes else "count",
+        JudgedQuantity(key=key, title=title, unit="bytes" if nbytes else "count",
                  read=_copies(kind, nbytes=nbytes), blame=_copy_culprits(kind, nbytes=nbytes))
         for kind, what in (("h2d", "host to device"), ("d2h", "device to host"), ("d2d", "device to device"))
         for key, title, nbytes in ((kind, f"copies {what}", False), (f"{kind}_bytes", f"bytes copied {what}", True))
     ),
-    Quantity(key="dram", title="DRAM traffic", unit="bytes", read=_dram, blame=_rows(_is_bytes)),
-    Quantity(key="memory", title="peak memory", unit="bytes", read=_memory, blame=_held(lambda b: b.peak)),
-    Quantity(key="growth", title="memory growth", unit="bytes", read=_growth, blame=_held(lambda b: b.growing)),
-    Quantity(key="tensor_cores", title="tensor-core share of convolutions and products", unit="frac",
+    JudgedQuantity(key="dram", title="DRAM traffic", unit="bytes", read=_dram, blame=_rows(_is_bytes)),
+    JudgedQuantity(key="memory", title="peak memory", unit="bytes", read=_memory, blame=_held(lambda b: b.peak)),
+    JudgedQuantity(key="growth", title="memory growth", unit="bytes", read=_growth, blame=_held(lambda b: b.growing)),
+    JudgedQuantity(key="tensor_cores", title="tensor-core share of convolutions and products", unit="frac",
              read=_metric("tensor_core_frac"), more_is_better=True,
              blame=_of_products(lambda r: r.time_us, lambda r: r.tensor_core)),
-    Quantity(key="half", title="half-precision share of convolutions and products", unit="frac", read=_half,
+    JudgedQuantity(key="half", title="half-precision share of convolutions and products", unit="frac", read=_half,
              more_is_better=True, blame=_of_products(lambda r: r.flops, lambda r: r.dtype in HALF)),
-    Quantity(key="busy", title="GPU busy share", unit="frac", read=_metric("busy_frac"), blame=_idle, timed=True,
+    JudgedQuantity(key="busy", title="GPU busy share", unit="frac", read=_metric("busy_frac"), blame=_idle, timed=True,
              more_is_better=True),
-    Quantity(key="limit", title="share of the speed of light", unit="frac", read=_metric("limit_frac"),
+    JudgedQuantity(key="limit", title="share of the speed of light", unit="frac", read=_metric("limit_frac"),
              blame=_off_the_limit, timed=True, more_is_better=True),
-    Quantity(key="layouts", title="layout conversions", unit="count", read=_layouts,
+    JudgedQuantity(key="layouts", title="layout conversions", unit="count", read=_layouts,
              blame=_layout_culprits),
-    Quantity(key="recompiles", title="compilations after warm-up", unit="count", read=_recompiles,
+    JudgedQuantity(key="recompiles", title="compilations after warm-up", unit="count", read=_recompiles,
              blame=lambda step: sync_culprits(step.beyond.recompiles)),
-    Quantity(key="graph_breaks", title="graph breaks", unit="count", read=_breaks,
+    JudgedQuantity(key="graph_breaks", title="graph breaks", unit="count", read=_breaks,
              blame=lambda step: sync_culprits(step.beyond.breaks)),
 )  # fmt: skip
 
-BY_KEY: dict[str, Quantity] = {quantity.key: quantity for quantity in QUANTITIES}
+BY_KEY: dict[str, JudgedQuantity] = {quantity.key: quantity for quantity in QUANTITIES}

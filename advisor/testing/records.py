@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.core import storage
-from advisor.testing.baselines import Entry, Machine
-from advisor.testing.judged import Budget
+from advisor.testing.baselines import BaselineEntry, Machine
+from advisor.testing.judged import JudgedBudget
 
 XFAILED = "xfailed"
 
@@ -17,9 +17,9 @@ class Record:
     """One measurement or comparison. `against` has a line for each quantity that a baseline was compared in."""
 
     label: str
-    entry: Entry | None = None
+    entry: BaselineEntry | None = None
     machine: Machine | None = None
-    budgets: tuple[Budget, ...] = ()
+    budgets: tuple[JudgedBudget, ...] = ()
     gain: tuple[float, ...] = ()  # of a comparison: low, point, high
     pairs: int = 0
     seconds: float = 0.0
@@ -38,7 +38,7 @@ class Tested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class RecordedRun:
     """What `--perf-json` writes."""
 
     advisor: str
@@ -46,6 +46,6 @@ class Run:
     tests: tuple[Tested, ...] = field(default_factory=tuple)
 
 
-def write(path: Path, run: Run) -> None:
+def write(path: Path, run: RecordedRun) -> None:
     """One JSON file, with its schema version."""
     storage.save(path, run)

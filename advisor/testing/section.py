@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from advisor.core.units import percent_text
 from advisor.testing import amounts
-from advisor.testing.judged import Budget
+from advisor.testing.judged import JudgedBudget
 from advisor.testing.quantities import BY_KEY
 from advisor.testing.records import Record, Tested
 
@@ -51,7 +51,7 @@ def _headline(test: str, record: Record) -> str:
     return "  ".join([name, *parts, f"({record.seconds:.1f} s)"])
 
 
-def _budget(budget: Budget) -> str:
+def _budget(budget: JudgedBudget) -> str:
     if budget.bound == "check":
         return f"    {_titled(budget)}: " + ("kept" if budget.passed else "FAILED")
     wanted = "at most" if budget.bound == "max" else "at least"
@@ -60,5 +60,5 @@ def _budget(budget: Budget) -> str:
     return text + used + ("" if budget.passed else "  FAILED")
 
 
-def _titled(budget: Budget) -> str:
+def _titled(budget: JudgedBudget) -> str:
     return f"{budget.title} ({budget.note})" if budget.note else budget.title

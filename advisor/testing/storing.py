@@ -40,7 +40,7 @@ def write(options: Options, tested: Sequence[Tested]) -> tuple[dict[str, str], l
     if options.json is not None:
         now = datetime.datetime.now(tz=datetime.timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
         try:
-            records.write(options.json, records.Run(advisor=__version__, created=now, tests=tuple(tested)))
+            records.write(options.json, records.RecordedRun(advisor=__version__, created=now, tests=tuple(tested)))
         except AdvisorError as error:
             problems.append(f"what was measured was not written: {error}")
         else:

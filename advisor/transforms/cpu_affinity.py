@@ -52,28 +52,28 @@ class CpuAffinity(Transform):
         before, wanted = os.sched_getaffinity(0), _wanted(training.device, parameters)
 
         def back() -> None:
-            Bound.before.remove(before)
+            BoundCores.before.remove(before)
             _move(wanted, before)
 
         with all_or_nothing() as undo:
-            Bound.before.append(before)
+            BoundCores.before.append(before)
             undo.push(back)
             _move(before, wanted)
         return undo
 
     def sites(self, training: Training) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
-        now, given = os.sched_getaffinity(0), Bound.cores()
+        now, given = os.sched_getaffinity(0), BoundCores.cores()
         return None if now == given else ((f"cores {cores.text(given)} → {cores.text(now)}",), ())
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        near, now = cores.of_node(address_of(training.device), Bound.cores()), os.sched_getaffinity(0)
+        near, now = cores.of_node(address_of(training.device), BoundCores.cores()), os.sched_getaffinity(0)
         return Check(
-            passed=now <= near and now != Bound.cores(),
+            passed=now <= near and now != BoundCores.cores(),
             detail=f"on cores {cores.text(now)}, of {cores.text(near)} beside the GPU",
         )
 
 
-class Bound:
+class BoundCores:
     """What this process might run on before it was bound, each time that it was."""
 
     before: list[set[int]] = []  # noqa: RUF012  the process's own, as its affinity is
@@ -87,7 +87,7 @@ class Bound:
 def _wanted(device: torch.device, parameters: Mapping[str, str]) -> set[int]:
     find = cores.of_share if parameters.get("cores") == SHARE else cores.of_node
     address = address_of(device)
-    return find(address, Bound.cores()) if address else set()
+    return find(address, BoundCores.cores()) if address else set()
 
 
 def address_of(device: torch.device) -> str:

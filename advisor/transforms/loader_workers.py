@@ -34,7 +34,7 @@ from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.cpu_affinity import Bound
+from advisor.transforms.cpu_affinity import BoundCores
 from advisor.transforms.loader import is_stream, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute
 
@@ -131,7 +131,7 @@ def workers_wanted(parameters: Mapping[str, str]) -> int:
 
 def _cores() -> int:
     """This rank's share of those that it may use."""
-    cores = len(Bound.cores()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(BoundCores.cores()) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     # By torchrun, or by `--gpus N`, whose ranks do not see torchrun's variables (distributed/place.py).
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("ADVISOR_GPUS") or "1")
     return cores // ranks

@@ -27,7 +27,7 @@ _QUIT = Status.DECLINED, "you quit before its turn"
 
 
 @dataclass(slots=True, eq=False)
-class Chooser:
+class CandidateChooser:
     """Called with the candidates of a round; `outcome` then says of the others what became of them."""
 
     budget: Budget

@@ -32,7 +32,7 @@ FILE_NAME, VARIABLE = "predictions.jsonl", "ADVISOR_LEDGER"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LedgerEntry:
     """One change on one machine. Both intervals are shares of the step that the prediction was made from: the plain
     script's in the first round, the one profiled anew in a later round.
     """
@@ -61,7 +61,7 @@ def path() -> Path:
     return Path(os.environ.get(VARIABLE) or cache_dir() / FILE_NAME)
 
 
-def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:
+def entries(log: TrialLog, profile: StepProfile) -> tuple[LedgerEntry, ...]:
     """What the trials of `log` say about the predictions made from `profile` and, in later rounds, from their own profiles."""
     if profile.step_us is None or not profile.step_us.median > 0:
         return ()
@@ -69,7 +69,7 @@ def entries(log: TrialLog, profile: StepProfile) -> tuple[Entry, ...]:
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     machine = planfile.environment_text(profile.environment)
     return tuple(
-        Entry(
+        LedgerEntry(
             date=now,
             machine=machine,
             transform=verdict.transform,
@@ -111,16 +111,16 @@ def lines(file: Path | None = None) -> tuple[str, ...]:
         return ()
 
 
-def read(file: Path | None = None) -> tuple[Entry, ...]:
+def read(file: Path | None = None) -> tuple[LedgerEntry, ...]:
     """Every line that can be read, oldest first; a line cut off by a crash is passed over."""
     found = []
     for line in lines(file):
         with contextlib.suppress(ValueError, AdvisorError):
-            found.append(storage.from_plain(Entry, json.loads(line)))
+            found.append(storage.from_plain(LedgerEntry, json.loads(line)))
     return tuple(found)
 
 
-def summary(found: Sequence[Entry], machine: str = "") -> str:
+def summary(found: Sequence[LedgerEntry], machine: str = "") -> str:
     """How well predictions have held, in a sentence; of one machine, or of all for an empty name."""
     here = [entry for entry in found if not machine or entry.machine == machine]
     # An interval that noise made wide meets nearly every prediction: nothing was measured there.

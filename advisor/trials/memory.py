@@ -35,7 +35,7 @@ LOOK_WARMUP = 6  # optimizers have their state by then
 
 
 @dataclass(slots=True, eq=False)
-class Goal:
+class MemoryGoal:
     """One run of it."""
 
     script: Script
@@ -127,7 +127,7 @@ def reach(
     owners.hold(run_dir)
     script = Script(command, run_dir, launcher.launch, say)
     runs = FreshRuns(script, budget.Budget.from_now(600.0, None).trial_s)
-    goal = Goal(script, runs, cost, limit_bytes, say)
+    goal = MemoryGoal(script, runs, cost, limit_bytes, say)
     try:
         goal.search()
     except KeyboardInterrupt:

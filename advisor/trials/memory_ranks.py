@@ -25,7 +25,7 @@ from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.trials import budget, fresh, outcome, planfile, proof, ranks, records
 from advisor.trials.fresh import FreshRuns
-from advisor.trials.memory import LEAST_SAVED, Goal, item_of, sets, watched
+from advisor.trials.memory import LEAST_SAVED, MemoryGoal, item_of, sets, watched
 from advisor.trials.ranks import RanksProof
 from advisor.trials.script import Say, Script
 from advisor.userfiles import owners
@@ -151,7 +151,7 @@ def _recompute(chosen: Tried, run_dir: Path, limits: Limits, kept: list[PlanItem
     if limits.nbytes and held <= limits.nbytes:
         return held
     runs = FreshRuns(chosen.script, budget.Budget.from_now(600.0, None).trial_s)
-    goal = Goal(chosen.script, runs, limits.cost, limits.nbytes, say, chosen.proof.all[0], chosen.look)
+    goal = MemoryGoal(chosen.script, runs, limits.cost, limits.nbytes, say, chosen.proof.all[0], chosen.look)
     for item, told in sets(chosen.look, limits.nbytes):
         verdict, look = goal.tried(item, (), told)
         records.save_verdict(run_dir, verdict)

@@ -24,7 +24,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Round, Status, Verdict
 from advisor.profiling.after.assemble import assemble
 from advisor.trials import planner, records, spent
-from advisor.trials.choosing import Chooser
+from advisor.trials.choosing import CandidateChooser
 from advisor.trials.processes import SearchProcesses
 from advisor.trials.script import GRACE_S, TRACER_FAULTS
 
@@ -54,7 +54,7 @@ class Rounds:
     """
 
     processes: SearchProcesses
-    choose: Chooser
+    choose: CandidateChooser
     recommend: Recommend | None
     known: tuple[Recommendation, ...] = ()  # in the order of trial
     history: list[Round] = field(default_factory=list)

@@ -18,7 +18,7 @@ from advisor.distributed import starting
 from advisor.distributed.fallen import Fallen
 from advisor.distributed.place import LOST, REFUSED
 from advisor.loop.session import Session
-from advisor.loop.waiting import WAITING, Stage, missing, patience_s
+from advisor.loop.waiting import WAITING, WaitStage, missing, patience_s
 from advisor.profiling.beside import bytecode
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
@@ -175,7 +175,7 @@ class Script:
 
     def _look_for_steps(self, ended: Exit) -> None:
         """No further process is started where this one had no step, and not by the script's doing or somebody's wish."""
-        if ended.reached is Stage.STEPS or self.interrupted:
+        if ended.reached is WaitStage.STEPS or self.interrupted:
             return
         if ended.fault:
             self.fault = f"advisor switched itself off in the script: {ended.fault}"

@@ -25,7 +25,7 @@ from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
 from advisor.trials import earlier, fresh, outcome, planfile, planner, proved_before, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
-from advisor.trials.choosing import Ask, Chooser
+from advisor.trials.choosing import Ask, CandidateChooser
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.options import USUAL, SearchOptions
 from advisor.trials.processes import SearchProcesses
@@ -80,7 +80,7 @@ def begin(
     if noise is not None:
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
-    choose = Chooser(budget, ask)
+    choose = CandidateChooser(budget, ask)
     say(_limits(budget))
     stack = StackTrial(script, runs, budget, options.min_gain)
     search = Search(
@@ -134,7 +134,7 @@ class Search:
     """
 
     processes: SearchProcesses
-    choose: Chooser
+    choose: CandidateChooser
     rounds: Rounds
     stack: StackTrial
     parts: StackParts

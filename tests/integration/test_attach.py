@@ -20,7 +20,7 @@ from advisor.core import storage
 from advisor.loop import rankrecords
 from advisor.loop.records import FACTS_FILE, STEPS_FILE, TRACE_FILE, FactsRecord, StepsRecord, load_trace
 from advisor.loop.session import Session
-from advisor.loop.waiting import WAITING, Stage, Waiting
+from advisor.loop.waiting import WAITING, Waiting, WaitStage
 from advisor.profiling.beside import launcher
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit, launch
@@ -394,7 +394,7 @@ def test_a_fault_of_advisor_leaves_the_training_alone(tmp_path: Path) -> None:
     )
     write(tmp_path, LOOP + "print('trained', len(train(20)))\n")
     ended, output, run_dir = run(tmp_path, "train.py", PYTHONPATH=str(site), steps=50, keep_running=True)
-    assert (ended.code, ended.reached, ended.fault) == (0, Stage.STEPS, "ZeroDivisionError: planted")
+    assert (ended.code, ended.reached, ended.fault) == (0, WaitStage.STEPS, "ZeroDivisionError: planted")
     assert "trained 20" in output
     assert output.count("[advisor]") == 1
     assert "ZeroDivisionError: planted" in output
@@ -441,13 +441,18 @@ def test_a_script_that_cannot_be_started_in_a_search_says_why(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("script", "waits", "reached", "reason"),
     [
-        ("import cupy", {"CUPY_S": 0.3}, Stage.PYTHON, "uses CuPy without torch"),
-        ("import json", {"TORCH_S": 0.3}, Stage.PYTHON, "the script has imported neither torch nor CuPy"),
-        ("import torch", {"first_step_s": 0.3}, Stage.TORCH, "no training step was seen"),
+        ("import cupy", {"CUPY_S": 0.3}, WaitStage.PYTHON, "uses CuPy without torch"),
+        ("import json", {"TORCH_S": 0.3}, WaitStage.PYTHON, "the script has imported neither torch nor CuPy"),
+        ("import torch", {"first_step_s": 0.3}, WaitStage.TORCH, "no training step was seen"),
     ],
 )
 def test_a_script_that_has_no_steps_is_ended_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, waits: dict[str, float], reached: Stage, reason: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    script: str,
+    waits: dict[str, float],
+    reached: WaitStage,
+    reason: str,
 ) -> None:
     told: list[dict[str, object]] = []
     limit_s = waits.get("first_step_s", 0.0)
@@ -458,14 +463,14 @@ def test_a_script_that_has_no_steps_is_ended_with_the_reason(
     write(tmp_path, "", "cupy.py")
     write(tmp_path, script + FOR_EVER)
     if limit_s:  # torch's import is not what is waited for
-        monkeypatch.setattr(Waiting, "nothing_left", after_stage(Stage.TORCH, Waiting.nothing_left))
+        monkeypatch.setattr(Waiting, "nothing_left", after_stage(WaitStage.TORCH, Waiting.nothing_left))
     ended, _, _ = run(tmp_path, "train.py", first_step_s=limit_s, on_progress=told.append)
     assert reason in ended.gave_up
     assert (ended.code, ended.reached, ended.fault) == (143, reached, "")
     assert WAITING in [event["event"] for event in told]
 
 
-def after_stage(stage: Stage, judge: Callable[[Waiting, float], str]) -> Callable[[Waiting, float], str]:
+def after_stage(stage: WaitStage, judge: Callable[[Waiting, float], str]) -> Callable[[Waiting, float], str]:
     return lambda waiting, now: judge(waiting, now) if waiting.stage >= stage else ""
 
 

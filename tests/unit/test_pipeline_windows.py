@@ -13,7 +13,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import StepProfile
 from advisor.loop.records import STEPS_FILE, StepsRecord
 from advisor.loop.session import Session
-from advisor.loop.waiting import OTHERS_WORKED, Stage
+from advisor.loop.waiting import OTHERS_WORKED, WaitStage
 from advisor.pipeline.profiling import check_measured, nothing_measured, shorter_session
 from advisor.profiling.beside.launcher import Exit
 from advisor.profiling.inside.driver import MIN_WARMUP
@@ -71,7 +71,7 @@ def test_why_nothing_was_measured_is_said(monkeypatch: pytest.MonkeyPatch) -> No
     for ended, told in (
         (Exit(code=0), "no training step was seen"),
         (Exit(code=137, signal=9), "the script was ended by SIGKILL; the machine may have run out of memory, before"),
-        (Exit(code=0, reached=Stage.PYTHON), "nothing was measured: the script has imported neither torch"),
+        (Exit(code=0, reached=WaitStage.PYTHON), "nothing was measured: the script has imported neither torch"),
         (Exit(code=0, fault="KeyError: 1"), "advisor switched itself off in the script, which went on: KeyError: 1"),
     ):
         assert nothing_measured(empty, ended).startswith(told)

@@ -206,7 +206,7 @@ def test_a_damaged_run_is_listed_and_may_go(shelf, capsys):
 def test_a_run_that_cannot_be_removed_is_told_and_the_others_go(shelf, capsys, monkeypatch):
     remove = cleaning.remove
 
-    def refuse(run: listing.Run) -> bool:
+    def refuse(run: listing.ListedRun) -> bool:
         if run.folder.name == "two":
             raise AdvisorError("cannot remove two (Permission denied)")
         return remove(run)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.timeline import CALLS, COPIES, HOST, IDLE, STREAM, Event, Row, Timeline
+from advisor.core.timeline import CALLS, COPIES, HOST, IDLE, STREAM, Event, Timeline, TimelineRow
 from advisor.core.trace import Trace
 from advisor.core.units import bytes_text
 from advisor.loop.records import TRACE_FILE, load_trace
@@ -95,16 +95,16 @@ def _launched_in(trace: Trace, first: int, last: int) -> Iterable[int]:
     return (i for i, correlation in enumerate(trace.kernels.correlation) if correlation in calls)
 
 
-def _idle(step: _Step, pieces: Iterable[Piece]) -> list[Row]:
+def _idle(step: _Step, pieces: Iterable[Piece]) -> list[TimelineRow]:
     events = []
     for piece in pieces:
         if cut := step.cut(piece.start_ns, piece.end_ns):
             events.append(Event(*cut, piece.what, piece.cause, detail=piece.source))
     name = "idle GPU" if step.trace.device == "cuda" else "between operators"
-    return [Row(IDLE, name, tuple(sorted(events, key=lambda e: e.start_ns)))]
+    return [TimelineRow(IDLE, name, tuple(sorted(events, key=lambda e: e.start_ns)))]
 
 
-def _device(step: _Step) -> list[Row]:
+def _device(step: _Step) -> list[TimelineRow]:
     """A row a stream of kernels, and one for the copies between host and device."""
     trace, tree, device = step.trace, step.tree, step.trace.kernels
     op_of = {c: i for i, c in enumerate(trace.ops.correlation) if c}
@@ -127,10 +127,10 @@ def _device(step: _Step) -> list[Row]:
             )
     several = len({number for number, _ in streams}) > 1
     rows = [
-        Row(STREAM, f"GPU {number} stream {stream}" if several else f"stream {stream}", *_nested(events))
+        TimelineRow(STREAM, f"GPU {number} stream {stream}" if several else f"stream {stream}", *_nested(events))
         for (number, stream), events in sorted(streams.items(), key=lambda item: (item[0][0], -len(item[1])))
     ]
-    return [*rows, Row(COPIES, "copies", *_nested(copies))]
+    return [*rows, TimelineRow(COPIES, "copies", *_nested(copies))]
 
 
 def _kind(trace: Trace, tree: HostTree, op: int, name: str) -> str:
@@ -148,7 +148,7 @@ def _detail(tree: HostTree, op: int, more: Iterable[str] = ()) -> str:
     return "\n".join(text for text in (module, tree.line[op], shapes[:120], *more) if text)
 
 
-def _host(step: _Step) -> list[Row]:
+def _host(step: _Step) -> list[TimelineRow]:
     """A row a thread, of annotations and operators inside each other, and one of its runtime calls."""
     trace, tree, ops, runtime = step.trace, step.tree, step.trace.ops, step.trace.runtime
     threads: dict[int, list[Event]] = defaultdict(list)
@@ -169,7 +169,10 @@ def _host(step: _Step) -> list[Row]:
     rows = []
     for number, thread in enumerate(order):
         name = "training thread" if number == 0 else f"thread {number + 1}"
-        rows += [Row(HOST, name, *_nested(threads[thread])), Row(CALLS, f"CUDA calls, {name}", *_nested(calls[thread]))]
+        rows += [
+            TimelineRow(HOST, name, *_nested(threads[thread])),
+            TimelineRow(CALLS, f"CUDA calls, {name}", *_nested(calls[thread])),
+        ]
     return rows
 
 
@@ -199,19 +202,19 @@ def _nested(events: list[Event]) -> tuple[tuple[Event, ...], int]:
     return tuple(placed), max((event.depth for event in placed), default=0)
 
 
-def _limited(rows: Sequence[Row], most: int) -> tuple[list[Row], int]:
+def _limited(rows: Sequence[TimelineRow], most: int) -> tuple[list[TimelineRow], int]:
     """The rows with at most so many events; the shortest operators and calls of the host are left out, and counted."""
     many = sum(len(row.events) for row in rows) - most
     if many <= 0:
         return list(rows), 0
 
-    def small(row: Row, event: Event) -> bool:
+    def small(row: TimelineRow, event: Event) -> bool:
         return row.kind in (HOST, CALLS) and event.key not in MARKS
 
     lengths = sorted(e.end_ns - e.start_ns for row in rows for e in row.events if small(row, e))
     least = lengths[min(many, len(lengths)) - 1] if lengths else 0
     kept = [
-        Row(
+        TimelineRow(
             row.kind,
             row.name,
             tuple(e for e in row.events if not small(row, e) or e.end_ns - e.start_ns > least),

@@ -19,7 +19,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.loop.records import PROGRESS_FILE, SESSION_FILE
 from advisor.loop.session import LEAVING, SESSION_VARIABLE, Session, disabled
-from advisor.loop.waiting import WAITING, Stage, Waiting
+from advisor.loop.waiting import WAITING, Waiting, WaitStage
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.progress import Progress
 from advisor.profiling.beside.tree import end_tree, forwarding
@@ -44,7 +44,7 @@ class Exit:
     hung: bool = False  # it was stopped by advisor and did all it had to do, but native code kept it from ending
     seconds: float = 0.0
     files_written: tuple[str, ...] = ()  # told by the child in `file` events
-    reached: Stage = Stage.STEPS
+    reached: WaitStage = WaitStage.STEPS
     first_step_s: float | None = None  # from the start
     fault: str = ""  # what advisor has switched itself off for in it
     gave_up: str = ""  # why it was ended before it had shown a step

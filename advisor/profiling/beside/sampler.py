@@ -32,7 +32,7 @@ _HOST_COLUMNS = {"cpu_s", "others_cpu_s", "resident_bytes", "swap_frac"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recording:
+class SampledRecording:
     """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
 
     Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), others_cpu_s (of all
@@ -69,7 +69,7 @@ class Sampler:
         self._interval_s = max(0.01, interval_s)
         self._gpu, self._path = gpu, path
         self._root = os.getpid() if root_pid is None else root_pid
-        self._recording = Recording()
+        self._recording = SampledRecording()
         self._lock = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -85,7 +85,7 @@ class Sampler:
         self._thread = threading.Thread(target=self._run, name="advisor-sampler", daemon=True)
         self._thread.start()
 
-    def stop(self) -> Recording:
+    def stop(self) -> SampledRecording:
         """Sampling has ended, the file is complete; returns everything recorded. May be called twice."""
         self._ended.set()
         if self._thread is not None:
@@ -94,11 +94,11 @@ class Sampler:
             self._write()
         return self.recording()
 
-    def recording(self) -> Recording:
+    def recording(self) -> SampledRecording:
         """A copy of what has been recorded so far."""
         with self._lock:
             now = self._recording
-            return Recording(
+            return SampledRecording(
                 time_ns=list(now.time_ns),
                 monotonic_ns=list(now.monotonic_ns),
                 columns={name: list(values) for name, values in now.columns.items()},
@@ -230,16 +230,18 @@ class Sampler:
                 storage.save(self._path, self.recording())
 
 
-def load(path: Path) -> Recording:
+def load(path: Path) -> SampledRecording:
     """The recording that a sampler wrote.
 
     Raises:
         AdvisorError: the file is missing or not one.
     """
-    return storage.load(path, Recording)
+    return storage.load(path, SampledRecording)
 
 
-def summarise(recording: Recording, start_ns: int | None = None, end_ns: int | None = None) -> dict[str, Quantity]:
+def summarise(
+    recording: SampledRecording, start_ns: int | None = None, end_ns: int | None = None
+) -> dict[str, Quantity]:
     """Metrics of core.metrics over the samples taken in [start_ns, end_ns] (CLOCK_REALTIME; the whole run by default).
 
     A window too short to hold a sample of a quantity is told by the nearest one, and `reason` says so. Every metric this
@@ -291,7 +293,7 @@ def _drift(values: list[float]) -> float:
 class _View:
     """The samples of a recording in a window."""
 
-    def __init__(self, recording: Recording, begin: float, end: float) -> None:
+    def __init__(self, recording: SampledRecording, begin: float, end: float) -> None:
         self._recording, self._begin, self._end = recording, begin, end
 
     def reduce(self, column: str, reduction: Callable[[list[float]], float], at_least: int = 1) -> Quantity:

@@ -97,7 +97,7 @@ class Called:
         return repr(self._plain)
 
 
-class Kernel(Called):
+class SurfaceKernel(Called):
     """A kernel that a function of CuPy's has made: its calls are told with itself as the first argument."""
 
     def __init__(self, plain: Any, name: str, wrap: Callable[[str, Any], Callable[..., Any]]) -> None:
@@ -178,8 +178,8 @@ class Surface:
         if raw is not None:
             wrap = self.wrap
 
-            def get_function(module: Any, name: str) -> Kernel:
-                return Kernel(raw.get_function(module, name), f"RawKernel:{name}", wrap)
+            def get_function(module: Any, name: str) -> SurfaceKernel:
+                return SurfaceKernel(raw.get_function(module, name), f"RawKernel:{name}", wrap)
 
             told = {"get_function": get_function, "__module__": raw.__module__, "__doc__": raw.__doc__}
             self.patches.replace(self.module, "RawModule", type("RawModule", (raw,), told))
@@ -192,8 +192,10 @@ class Surface:
         def fuse(*args: Any, **kwargs: Any) -> Any:
             found = plain(*args, **kwargs)
             if not (args and callable(args[0])):  # a decorator still to be given its function
-                return lambda function: Kernel(found(function), f"fuse:{getattr(function, '__name__', '')}", wrap)
-            return Kernel(found, f"fuse:{getattr(args[0], '__name__', '')}", wrap)
+                return lambda function: SurfaceKernel(
+                    found(function), f"fuse:{getattr(function, '__name__', '')}", wrap
+                )
+            return SurfaceKernel(found, f"fuse:{getattr(args[0], '__name__', '')}", wrap)
 
         return fuse
 

@@ -12,7 +12,7 @@ from advisor.core import storage
 from advisor.core.profile import MemoryStats, Site
 from advisor.loop import rankrecords, ranks
 from advisor.loop.compiles import Compilations, compiled_graphs
-from advisor.loop.interval import EPOCH, EVALUATION, Interval
+from advisor.loop.interval import EPOCH, EVALUATION, StepInterval
 from advisor.loop.patches import Patches
 from advisor.loop.records import Window
 from advisor.loop.timing import step_times, window
@@ -59,7 +59,7 @@ class TimedSteps:
             self._own = OwnWork(self.training.device, self.patches, step)
         self.window = window(step)
 
-    def boundary(self, step: StepEvent, interval: Interval) -> None:
+    def boundary(self, step: StepEvent, interval: StepInterval) -> None:
         """One step more, and what was seen in it."""
         self.boundaries.append(step)
         if self._own is not None:

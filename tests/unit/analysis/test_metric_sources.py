@@ -16,7 +16,7 @@ from advisor.loop.observed import Observations
 from advisor.loop.records import StepsRecord
 from advisor.profiling.after.aggregate import Aggregate
 from advisor.profiling.after.assemble import from_steps, from_trace
-from advisor.profiling.beside.sampler import Recording, summarise
+from advisor.profiling.beside.sampler import SampledRecording, summarise
 from advisor.profiling.inside import facts
 
 ROW = profiles.resnet50().kernels[1]
@@ -83,7 +83,7 @@ def sources() -> set[str]:
     )
     return {
         *known,
-        *summarise(Recording()),
+        *summarise(SampledRecording()),
         *from_steps(StepsRecord(kind="", wall_us=spread, first_step_us=2.0)),
         *from_trace(traced, 0.0),
     }

@@ -453,13 +453,15 @@ def test_bench_hosts(invoke, monkeypatch, tmp_path):
 
 @pytest.fixture
 def checks(monkeypatch):
-    from advisor.cli.examination import Check, Health
+    from advisor.cli.examination import Examined, Health
 
     found = (
-        Check(name="GPU", status=Health.OK, found="NVIDIA H200"),
-        Check(name="counters", status=Health.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."),
+        Examined(name="GPU", status=Health.OK, found="NVIDIA H200"),
+        Examined(
+            name="counters", status=Health.WARN, found="refused", fix="Set NVreg_RestrictProfilingToAdminUsers=0."
+        ),
     )
-    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure: found)
+    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure, say: found)
 
 
 def test_doctor_recovers_one_run_or_all_that_are_here(invoke, pipeline):

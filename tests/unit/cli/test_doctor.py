@@ -54,7 +54,7 @@ SERVER = Facts(
 )
 
 
-def check(facts: Facts, name: str) -> examination.Check:
+def check(facts: Facts, name: str) -> examination.Examined:
     return next(c for c in examination.judge(facts) if c.name == name)
 
 

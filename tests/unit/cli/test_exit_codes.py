@@ -63,7 +63,7 @@ def sound(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "plan.yaml").write_text("schema_version: 1\nscript: train.py\nitems: []\n", encoding="utf-8")
     monkeypatch.setattr("advisor.bench.ops.run", lambda *_, **__: ExitCode.OK)
-    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure: ())
+    monkeypatch.setattr("advisor.cli.examination.checks", lambda *, measure, say: ())
     monkeypatch.setattr("advisor.trials.ledger.told_here", lambda: "")
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 import pytest
 
-from advisor.cli.help import Context
+from advisor.cli.help import HelpContext
 from advisor.cli.main import COMMANDS, cli
 from advisor.cli.reference import commands, context_of, page
 
@@ -42,7 +42,7 @@ def test_help_fits_the_terminal_and_cuts_nothing(columns: int) -> None:
 
 def test_words_with_hyphens_and_commands_are_not_torn_apart() -> None:
     for width in range(40, 100):
-        formatter = Context(cli, max_content_width=width, terminal_width=width).make_formatter()
+        formatter = HelpContext(cli, max_content_width=width, terminal_width=width).make_formatter()
         formatter.write_dl([("--x", "As `apply --max-time` does, by one-off cuda-graphs. [default: 10m or so]")])
         formatter.write_text("As `apply --max-time` does, by one-off cuda-graphs.")
         text = formatter.getvalue()

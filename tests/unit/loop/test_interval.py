@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from advisor.loop import interval
-from advisor.loop.interval import OWN, Interval, Usual
+from advisor.loop.interval import OWN, StepInterval, Usual
 from advisor.loop.training import Training
 
 MS = 1_000_000
@@ -20,7 +20,7 @@ def usual(monkeypatch: pytest.MonkeyPatch) -> Usual:
 
 def _judged(usual: Usual, taken_ns: int, interval_ns: int) -> str:
     usual.listened(taken_ns, interval_ns)
-    reason = usual.judge(Interval(), first=False)
+    reason = usual.judge(StepInterval(), first=False)
     usual.disturbed = False
     return reason
 

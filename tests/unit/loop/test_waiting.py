@@ -6,7 +6,7 @@ import pytest
 
 from advisor.loop import waiting
 from advisor.loop.session import Session
-from advisor.loop.waiting import Stage, Waiting
+from advisor.loop.waiting import Waiting, WaitStage
 
 
 class Process:
@@ -30,7 +30,7 @@ class Process:
 def test_a_process_that_was_never_attached_ends_at_once() -> None:
     process = Process().told(waiting.STARTED).told(waiting.FAULT, error="ModuleNotFoundError: No module named 'numpy'")
     assert process.after(0.0).over() == "ModuleNotFoundError: No module named 'numpy'"
-    assert process.waiting.stage is Stage.PYTHON
+    assert process.waiting.stage is WaitStage.PYTHON
 
 
 def test_one_that_had_measured_something_has_seconds_to_write_it() -> None:

@@ -12,7 +12,7 @@ import browser
 import pytest
 import samples
 
-from advisor.core.timeline import HOST, IDLE, STREAM, Event, Row, Timeline
+from advisor.core.timeline import HOST, IDLE, STREAM, Event, Timeline, TimelineRow
 from advisor.reporting.html import report_html
 from advisor.reporting.timeline import drawn
 
@@ -21,9 +21,11 @@ STEP = Timeline(
     steps=3,
     length_ns=5_000_000_000,  # more than four bytes hold
     rows=(
-        Row(IDLE, "idle GPU", (Event(0, 900, "no batch", "data"),)),
-        Row(STREAM, "stream 7", (Event(1_000, 4_999_999_999, "<script>alert(1)</script>", "conv", 0, "conv1"),)),
-        Row(
+        TimelineRow(IDLE, "idle GPU", (Event(0, 900, "no batch", "data"),)),
+        TimelineRow(
+            STREAM, "stream 7", (Event(1_000, 4_999_999_999, "<script>alert(1)</script>", "conv", 0, "conv1"),)
+        ),
+        TimelineRow(
             HOST, "training thread", (Event(0, 800, "conv1 (Conv2d)", "module"), Event(10, 90, "aten::mm", "op", 1)), 1
         ),
     ),
@@ -53,7 +55,7 @@ def test_the_page_carries_every_event():
 
 def test_a_hundred_thousand_events_stay_below_two_megabytes():
     rows = tuple(
-        Row(STREAM, f"stream {s}", tuple(Event(i * 977 + s, i * 977 + 500 + i % 97, f"kernel{i % 300}", "conv", 0, f"layer{i % 90}")
+        TimelineRow(STREAM, f"stream {s}", tuple(Event(i * 977 + s, i * 977 + 500 + i % 97, f"kernel{i % 300}", "conv", 0, f"layer{i % 90}")
                                          for i in range(10_000)))
         for s in range(10)
     )  # fmt: skip

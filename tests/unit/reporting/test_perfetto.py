@@ -9,7 +9,7 @@ from pathlib import Path
 import samples
 
 from advisor.core.findings import Outcome
-from advisor.core.timeline import HOST, STREAM, Event, Row, Timeline
+from advisor.core.timeline import HOST, STREAM, Event, Timeline, TimelineRow
 from advisor.reporting.perfetto import trace_events
 from advisor.reporting.sarif import sarif
 
@@ -18,8 +18,8 @@ TIMELINE = Timeline(
     length_ns=2_000,
     bounds_ns=(0, 1_000, 2_000),
     rows=(
-        Row(STREAM, "stream 7", (Event(100, 600, "sgemm<float>", "gemm", 0, "fc\ntrain.py:9"),)),
-        Row(HOST, "training thread", (Event(0, 900, "train.py:9", "line"), Event(10, 90, "aten::mm", "op", 1))),
+        TimelineRow(STREAM, "stream 7", (Event(100, 600, "sgemm<float>", "gemm", 0, "fc\ntrain.py:9"),)),
+        TimelineRow(HOST, "training thread", (Event(0, 900, "train.py:9", "line"), Event(10, 90, "aten::mm", "op", 1))),
     ),
 )
 

@@ -11,7 +11,7 @@ from gpu_profile import H200, PROFILE
 from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.testing import baselines
-from advisor.testing.baselines import Baseline, Entry, Machine, compared
+from advisor.testing.baselines import Baseline, BaselineEntry, Machine, compared
 from advisor.testing.measured import Measured
 from advisor.testing.quantities import BY_KEY
 
@@ -99,6 +99,6 @@ def test_how_far_a_value_is_past_its_baseline() -> None:
 
 def test_entries_keep_the_longest_rows_only() -> None:
     rows = tuple(replace(PROFILE.kernels[0], name=f"k{i}", time_us=float(i)) for i in range(600))
-    entry: Entry = Measured(replace(PROFILE, kernels=rows)).entry
+    entry: BaselineEntry = Measured(replace(PROFILE, kernels=rows)).entry
     assert len(entry.rows) == baselines.MAX_ROWS
     assert entry.rows[0].what.startswith("k599")

@@ -13,15 +13,15 @@ from advisor.core.errors import AdvisorError
 from advisor.core.profile import InputStats, ProfilerCost, Site, Spread, StepProfile
 from advisor.core.provenance import Provenance
 from advisor.testing import section
-from advisor.testing.baselines import Entry, Machine, Stored
-from advisor.testing.judged import Budget, CannotJudge
+from advisor.testing.baselines import BaselineEntry, Machine, Stored
+from advisor.testing.judged import CannotJudge, JudgedBudget
 from advisor.testing.measured import Measured
-from advisor.testing.quantities import BY_KEY, QUANTITIES, Beyond, Held
+from advisor.testing.quantities import BY_KEY, QUANTITIES, Beyond, HeldTo
 from advisor.testing.records import Record, Tested
 
 BEYOND = Beyond(
-    growing=(Held(source="train.py:9", what="aten::empty", bytes=2**20),),
-    peak=(Held(source="model.py:31", what="aten::add", bytes=2**30),),
+    growing=(HeldTo(source="train.py:9", what="aten::empty", bytes=2**20),),
+    peak=(HeldTo(source="model.py:31", what="aten::add", bytes=2**30),),
     breaks=(Site(source="model.py:50", what="graph break: print", calls=1, time_us=0),),
     recompiles=(Site(source="model.py:40", what="compilation of f: k == 7", calls=2, time_us=0),),
     compiled=True,
@@ -228,9 +228,9 @@ def test_what_needs_the_live_step_cannot_be_judged_of_a_script(ask: Assertion) -
 
 
 def test_budgets_say_how_much_is_used() -> None:
-    assert Budget(title="x", unit="count", value=90, limit=180, bound="max", passed=True).used == 0.5
-    assert Budget(title="x", unit="frac", value=0.8, limit=0.4, bound="min", passed=True).used == 0.5
-    assert Budget(title="x", unit="count", value=0, limit=0, bound="max", passed=True).used is None
+    assert JudgedBudget(title="x", unit="count", value=90, limit=180, bound="max", passed=True).used == 0.5
+    assert JudgedBudget(title="x", unit="frac", value=0.8, limit=0.4, bound="min", passed=True).used == 0.5
+    assert JudgedBudget(title="x", unit="count", value=0, limit=0, bound="max", passed=True).used is None
 
 
 # -- baselines --------------------------------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ def test_a_baseline_without_this_test_is_an_error_unless_it_is_being_written() -
 
 def test_an_entry_holds_every_known_quantity_with_its_provenance() -> None:
     entry: Any = measured().entry
-    assert isinstance(entry, Entry)
+    assert isinstance(entry, BaselineEntry)
     assert set(entry.values) == set(BY_KEY)
     assert entry.provenance["limit"] == "modelled"
     assert entry.provenance["kernels"] == "measured"

@@ -101,7 +101,7 @@ def test_a_process_that_may_not_move_is_left_where_it_was(given: list[int], monk
         other.set()
         beside.join()
     assert moved  # one was, and is back: see the fixture
-    assert not cpu_affinity.Bound.before
+    assert not cpu_affinity.BoundCores.before
 
 
 @pytest.mark.parametrize(

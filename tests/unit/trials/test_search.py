@@ -18,7 +18,7 @@ from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.verdict import StackVerdict, TrialLog, Verdict
 from advisor.loop.records import NEXT_FILE
 from advisor.loop.session import Session
-from advisor.loop.waiting import Stage, patience_s
+from advisor.loop.waiting import WaitStage, patience_s
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
 from advisor.reporting import terminal_trials, wording
@@ -658,11 +658,11 @@ def test_a_fault_of_our_own_whatever_is_on_trial_ends_the_search(script):
 @pytest.mark.parametrize(
     ("ended", "reason"),
     [
-        (Exit(code=143, reached=Stage.PYTHON, fault="ModuleNotFoundError: No module named 'numpy'"), "'numpy'"),
-        (Exit(code=0, stopped_by_advisor=True, reached=Stage.TORCH, fault="KeyError: 1"), "KeyError: 1"),
-        (Exit(code=143, reached=Stage.TORCH, gave_up="no training step within 21 seconds"), "21 seconds"),
-        (Exit(code=0, reached=Stage.TORCH), "came to its end"),
-        (Exit(code=0, reached=Stage.NOTHING), "advisor found no Python process to enter"),
+        (Exit(code=143, reached=WaitStage.PYTHON, fault="ModuleNotFoundError: No module named 'numpy'"), "'numpy'"),
+        (Exit(code=0, stopped_by_advisor=True, reached=WaitStage.TORCH, fault="KeyError: 1"), "KeyError: 1"),
+        (Exit(code=143, reached=WaitStage.TORCH, gave_up="no training step within 21 seconds"), "21 seconds"),
+        (Exit(code=0, reached=WaitStage.TORCH), "came to its end"),
+        (Exit(code=0, reached=WaitStage.NOTHING), "advisor found no Python process to enter"),
     ],
 )
 def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, ended, reason):
@@ -703,7 +703,7 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
 
 def test_a_fault_in_the_plain_script_of_the_comparison_ends_it(script):
     script.verdicts = {"tf32": "kept"}
-    script.step_us = {(): Exit(code=0, reached=Stage.STEPS, fault="KeyError: 1"), ("tf32",): 500.0}
+    script.step_us = {(): Exit(code=0, reached=WaitStage.STEPS, fault="KeyError: 1"), ("tf32",): 500.0}
     log, plan, code, _ = apply(script, "tf32")
     assert (code, log.fault) == (3, "advisor switched itself off in the plain script: KeyError: 1")
     assert len([s for s in script.launches if s.mode == "measure"]) == 1

@@ -65,7 +65,7 @@ _ARITHMETIC = (ast.Mult, ast.Div, ast.Sub, ast.Add)
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class NamedWork:
     """What a sample is told as."""
 
     kind: str
@@ -89,7 +89,7 @@ class Naming:
         self._lines = Lines()
         self._calls: dict[tuple[CodeType, int], str] = {}
 
-    def of(self, frame: FrameType | None) -> Work | None:
+    def of(self, frame: FrameType | None) -> NamedWork | None:
         """What `frame`, the innermost of a stack, is at work on; None outside of a DataLoader's fetch."""
         frames: list[FrameType] = []
         for each in outwards(frame):
@@ -98,7 +98,7 @@ class Naming:
             frames.append(each)
         return None
 
-    def anywhere(self, frame: FrameType | None) -> Work | None:
+    def anywhere(self, frame: FrameType | None) -> NamedWork | None:
         """The same of any stack; None where none of the user's code is in it, or nothing but its loop."""
         frames = list(outwards(frame))
         users = [at for at, each in enumerate(frames) if self.whose(each) == USER]
@@ -109,7 +109,7 @@ class Naming:
         """Whose code it is: as sources.py has it."""
         return self._lines.whose(frame.f_code.co_filename)[0]
 
-    def _told(self, stack: Sequence[FrameType], *, collating: bool = False) -> Work:
+    def _told(self, stack: Sequence[FrameType], *, collating: bool = False) -> NamedWork:
         """Innermost first: reading and decoding are told wherever they come to pass; else the outermost name of a library's, or of a
         class of the script's, as a crop resizes and a blend adds; else the call in the user's line."""
         frames = [self._frame(each) for each in stack]
@@ -119,25 +119,25 @@ class Naming:
         others = [frame for frame in frames if frame.whose == LIBRARY]
         source = (users[0] if users else others[-1] if others else frames[-1]).path if frames else ""
         if collating:
-            return Work(COLLATE, source if users else "", users[-1].name if users else "default_collate")
+            return NamedWork(COLLATE, source if users else "", users[-1].name if users else "default_collate")
         for frame in frames:
             if frame.whose == USER and not frame.is_class:
                 break
             kind = frame.by_file or _by_name(frame.name)
             if kind in (READ, DECODE):
-                return Work(kind, source, frame.name)
+                return NamedWork(kind, source, frame.name)
         if said and _by_name(said) in (READ, DECODE):
-            return Work(_by_name(said), source, said)
+            return NamedWork(_by_name(said), source, said)
         for frame in reversed(frames):
             if (frame.whose == LIBRARY or frame.is_class) and _by_name(frame.name):
-                return Work(_by_name(frame.name), source, frame.name)
+                return NamedWork(_by_name(frame.name), source, frame.name)
         by_file = next((frame for frame in frames if frame.by_file), None)
         if by_file is not None:
-            return Work(by_file.by_file, source, by_file.name)
+            return NamedWork(by_file.by_file, source, by_file.name)
         if _by_name(said):
-            return Work(_by_name(said), source, said)
+            return NamedWork(_by_name(said), source, said)
         inner = users[0].name if users else ""
-        return Work(_by_name(inner) or OTHER, source, said or inner)
+        return NamedWork(_by_name(inner) or OTHER, source, said or inner)
 
     def _frame(self, frame: FrameType) -> _Frame:
         code = frame.f_code

@@ -14,7 +14,7 @@ from typing import Any
 
 from advisor.core.loading import COLOUR, CROP, DECODE, FLIP, READ, RESIZE, LoaderWork
 from advisor.loop.sources import USER
-from advisor.profiling.inside.loading.naming import Work, outwards
+from advisor.profiling.inside.loading.naming import NamedWork, outwards
 from advisor.profiling.inside.loading.sampling import LoaderSampler
 
 SURE = frozenset({READ, DECODE, RESIZE, FLIP, CROP, COLOUR})
@@ -36,8 +36,8 @@ class StepSampler(LoaderSampler):
         super().__init__(worker=False, clock=clock)
         self._steps = 0
         self._spent_s = 0.0
-        self._of_generators: defaultdict[tuple[Work, CodeType | None], float] = defaultdict(float)
-        self._counts: defaultdict[tuple[Work, CodeType | None], int] = defaultdict(int)
+        self._of_generators: defaultdict[tuple[NamedWork, CodeType | None], float] = defaultdict(float)
+        self._counts: defaultdict[tuple[NamedWork, CodeType | None], int] = defaultdict(int)
         self._training: set[CodeType] = set()  # generators in which a module was called
 
     def stop_after(self, steps: int) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from advisor.core.loading import FEWEST, HAND_OVER, LoaderWork, WorkLine
-from advisor.profiling.inside.loading.naming import Naming, Work, handing_over
+from advisor.profiling.inside.loading.naming import NamedWork, Naming, handing_over
 
 EVERY_S = 0.01  # in a worker: a sample costs it a tenth of a millisecond
 EVERY_HERE_S = 0.002  # in the training's thread, where there are a few steps to sample
@@ -35,7 +35,7 @@ class LoaderSampler:
         self._worker, self._saved, self._clock = worker, saved, clock
         self._thread_id = threading.get_ident()
         self._naming = Naming()
-        self._weights: defaultdict[Work, float] = defaultdict(float)
+        self._weights: defaultdict[NamedWork, float] = defaultdict(float)
         self._handing_s = 0.0
         self.samples = 0
         self._seen = 0

@@ -17,7 +17,7 @@ from advisor.core.provenance import Provenance
 from advisor.loop.records import FactsRecord, StepsRecord, Window, save_trace
 from advisor.loop.session import Session
 from advisor.profiling.after.assemble import assemble
-from advisor.profiling.beside.sampler import Recording
+from advisor.profiling.beside.sampler import SampledRecording
 
 MACHINE = Environment(device="cuda", copy_gbps=1000.0, matrix_tflops={"fp32": 50.0, "tf32": 400.0})
 STEP = Spread(median=80.0, p10=79.0, p90=82.0, n=3, raw=(79.0, 80.0, 82.0))
@@ -45,7 +45,7 @@ def run(tmp_path: Path) -> Path:
     storage.save(tmp_path / "facts.json", FactsRecord(model=ModelFacts(roots=("ResNet",), flags={"tf32_conv": True})))
     storage.save(
         tmp_path / "samples.json",
-        Recording(time_ns=[150], monotonic_ns=[150], columns={"power_w": [300.0], "foreign_processes": [1.0]}),
+        SampledRecording(time_ns=[150], monotonic_ns=[150], columns={"power_w": [300.0], "foreign_processes": [1.0]}),
     )
     save_trace(tmp_path / "trace.json", traced().trace())
     return tmp_path

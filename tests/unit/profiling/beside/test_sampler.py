@@ -18,7 +18,7 @@ from fake_nvml import GPU_IS_LOST, FakeNvml, Gpu
 from advisor.core.metrics import BY_NAME
 from advisor.core.provenance import Provenance
 from advisor.profiling.beside import sampler
-from advisor.profiling.beside.sampler import Recording, Sampler, summarise
+from advisor.profiling.beside.sampler import SampledRecording, Sampler, summarise
 from advisor.profiling.machine import hostload, nvml
 
 linux = pytest.mark.skipif(not hostload.supported(), reason="needs /proc")
@@ -31,7 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return FakeNvml().use(monkeypatch)
 
 
-def record(**options: object) -> Recording:
+def record(**options: object) -> SampledRecording:
     """A recording of at least five samples."""
     taken = Sampler(0.01, **options)
     taken.start()
@@ -155,7 +155,7 @@ def test_cpu_time_of_the_tree(busy_child: subprocess.Popen[bytes]) -> None:
 
 @linux
 def test_cpu_time_does_not_fall_when_the_script_ends(busy_child: subprocess.Popen[bytes]) -> None:
-    recording = Recording(
+    recording = SampledRecording(
         time_ns=[0, 10**9, 2 * 10**9, 3 * 10**9],
         monotonic_ns=[0, 10**9, 2 * 10**9, 3 * 10**9],
         columns={"cpu_s": [5.0, 6.0, 7.0, 0.0]},
@@ -227,11 +227,11 @@ def test_a_long_recording_is_thinned(fake: FakeNvml, monkeypatch: pytest.MonkeyP
     assert {len(values) for values in recording.columns.values()} == {len(recording.time_ns)}
 
 
-def made(**columns: list[float]) -> Recording:
+def made(**columns: list[float]) -> SampledRecording:
     count = len(next(iter(columns.values())))
     times = [i * 10**8 for i in range(count)]
     constants = {"power_limit_w": 700.0, "sm_clock_max_mhz": 2000.0}
-    return Recording(time_ns=times, monotonic_ns=list(times), columns=columns, constants=constants)
+    return SampledRecording(time_ns=times, monotonic_ns=list(times), columns=columns, constants=constants)
 
 
 def test_only_samples_in_the_window_count() -> None:
@@ -274,11 +274,11 @@ def test_clock_drift_compares_quarters() -> None:
 
 
 def test_an_empty_recording_says_so() -> None:
-    assert summarise(Recording())["power_w"].reason == "nothing was sampled"
+    assert summarise(SampledRecording())["power_w"].reason == "nothing was sampled"
 
 
 def test_what_others_take_of_the_cores_is_told_beside_the_scripts_own() -> None:
-    recording = Recording(
+    recording = SampledRecording(
         time_ns=[0, 10**9, 2 * 10**9],
         monotonic_ns=[0, 10**9, 2 * 10**9],
         columns={"cpu_s": [5.0, 6.0, 7.0], "others_cpu_s": [90.0, 90.5, 91.0]},

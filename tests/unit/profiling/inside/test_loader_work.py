@@ -22,13 +22,13 @@ from advisor.core import storage
 from advisor.core.loading import COLLATE, DECODE, FLIP, HAND_OVER, OTHER, READ, RESIZE, TO_FP32, LoaderWork
 from advisor.loop.patches import Patches
 from advisor.profiling.inside.loading import sampling
-from advisor.profiling.inside.loading.naming import Naming, Work
+from advisor.profiling.inside.loading.naming import NamedWork, Naming
 from advisor.profiling.inside.loading.own import StepSampler
 from advisor.profiling.inside.loading.sampling import MOST_SAMPLES, LoaderSampler
 from advisor.profiling.inside.loading.watch import FILE, LoaderWatch
 
 HERE = Path(__file__).name
-seen: list[Work | None] = []
+seen: list[NamedWork | None] = []
 
 
 def look() -> None:
@@ -49,7 +49,7 @@ class Looked(Dataset):
         return self.make()
 
 
-def told(make: Callable[[], Any], collate_fn: Any = None) -> Work:
+def told(make: Callable[[], Any], collate_fn: Any = None) -> NamedWork:
     """What is told of a sample taken while one batch is made."""
     seen.clear()
     next(iter(DataLoader(Looked(make), batch_size=1, collate_fn=collate_fn or default_collate)))
@@ -259,7 +259,7 @@ def test_samples_are_shares_of_the_batches_time_and_end_by_themselves() -> None:
         clock.sleep(0.1)
     work = sampler.work()
     assert (work.batches, work.samples, work.kinds) == (3, 0, None)
-    naming = {"a": Work(DECODE, "d.py:1", "open"), "b": Work(RESIZE, "d.py:2", "resize")}
+    naming = {"a": NamedWork(DECODE, "d.py:1", "open"), "b": NamedWork(RESIZE, "d.py:2", "resize")}
     sampler._naming.of = naming.get
     sampler.begin()
     for key, elapsed in (("a", 0.01), ("b", 0.03)):
@@ -280,7 +280,7 @@ def test_a_sampler_has_its_fill(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "EVERY_S", 0.0)
     kept: list[LoaderWork] = []
     sampler = LoaderSampler(worker=True, saved=kept.append)
-    sampler._naming.of = lambda frame: Work(OTHER, "", "")
+    sampler._naming.of = lambda frame: NamedWork(OTHER, "", "")
     sampler.begin()
     sampler.end()
     sampler.begin()
