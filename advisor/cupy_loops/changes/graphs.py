@@ -49,7 +49,12 @@ class Graphs(Change):
     @property
     def settling(self) -> bool:
         """Until steps are replayed and have been found to be faster, or the loop is left alone."""
-        return self.recorder is not None and self.recorder.settling
+        from advisor.cupy_loops.replay.recorder import FIND, REPLAY
+
+        found = self.recorder
+        if found is None or found.phase not in (FIND, REPLAY):
+            return False
+        return found.phase == FIND or (found.backend.timed and not found.worth.known)
 
     def effect(self) -> str:
         found = self.recorder

@@ -23,6 +23,7 @@ FEW = 8.0  # distances of two plain runs that a third one may be off by
 # fp32 may be TF32's or bf16's, in both or in one.
 ROUNDING = {2: 4e-3, 4: 1e-5, 8: 1e-12}
 FEWER_BITS = {"": 2e-3, "tf32": 2e-3, "bf16": 1.2e-2, "fp16": 4e-3}
+OTHER_VALUES = "the graph gives other values than the calls: "  # and the name of one
 SMALLEST = 1e-300  # what is not equal to the bit is apart
 _SUMS = frozenset({"sum", "mean"})
 
@@ -88,7 +89,7 @@ def _judged(
     for place in judged:
         if _apart(arena, first[place], arena.at[place]) > FEW * allowed[place]:
             of = names.get(place, "an array that is changed in place")
-            return wrong or f"the graph gives other values than the calls: {of}"
+            return wrong or OTHER_VALUES + of
     return wrong
 
 

@@ -11,7 +11,7 @@ launched: the recorder looks.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,12 +34,18 @@ class _Node:
     needs: set[int] = field(default_factory=set)  # nodes that come before it
 
 
-def plan(program: Program, segments: list[tuple[int, int]]) -> dict[tuple[int, int], list[Step]]:
-    """For each segment its steps, in order. The program's recorded arrays must be there."""
+def plan(
+    program: Program, segments: list[tuple[int, int]], apart: Collection[str] = ()
+) -> dict[tuple[int, int], list[Step]]:
+    """For each segment its steps, in order. The program's recorded arrays must be there.
+
+    Args:
+        apart: names of calls that run by themselves.
+    """
     arrays = samples(program)
     memory = classes(arrays)
     users = _users(program)
-    return {segment: _Planner(program, arrays, memory, users).steps(segment) for segment in segments}
+    return {segment: _Planner(program, arrays, memory, users, apart).steps(segment) for segment in segments}
 
 
 def _users(program: Program) -> dict[int, set[int]]:
@@ -64,8 +70,14 @@ class _Planner:
     """Of one segment."""
 
     def __init__(
-        self, program: Program, arrays: dict[int, Any], memory: dict[int, int], users: dict[int, set[int]]
+        self,
+        program: Program,
+        arrays: dict[int, Any],
+        memory: dict[int, int],
+        users: dict[int, set[int]],
+        apart: Collection[str],
     ) -> None:
+        self.apart = apart
         self.program, self.arrays, self.memory, self.users = program, arrays, memory, users
         self.together = Counter(memory.values())
         self.nodes: list[_Node] = []
@@ -90,12 +102,13 @@ class _Planner:
     def _add(self, number: int, entry: Entry) -> None:
         found = element(number, entry, self.arrays) or padded(number, entry, self.arrays)
         found = found or joined(number, entry, self.arrays)
-        if found is not None and self._mixed(found):
+        alone = entry.name in self.apart
+        if found is not None and (alone or self._mixed(found)):
             found = None
         if found is None and self._is_view(entry):
             self._view(number, entry)
             return
-        if zeros := gathering(number, entry, self.arrays):
+        if not alone and (zeros := gathering(number, entry, self.arrays)):
             self.gathered[self.memory[zeros.place]] = zeros
             return
         takes = _read(found) if found else list(_takes(entry))
@@ -105,8 +118,10 @@ class _Planner:
         gathered = self.gathered.get(self.memory[writes[0]]) if writes else None
         others = [self.memory[place] for place in takes if place not in writes]
         self._end([memory for memory in others if memory in self.gathered])
-        if gathered is not None and (
-            gathered.add(number, found, self.arrays) or gathered.put(number, entry, self.arrays)
+        if (
+            gathered is not None
+            and not alone
+            and (gathered.add(number, found, self.arrays) or gathered.put(number, entry, self.arrays))
         ):
             return
         self._end([m for m, g in self.gathered.items() if self._changed(m, g, writes)])

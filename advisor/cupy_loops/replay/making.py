@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
-from advisor.cupy_loops.replay import fusing
+from advisor.cupy_loops.replay import checked, fusing
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.calls import CannotCapture, CannotFuse, NotAStep, Program
 from advisor.cupy_loops.replay.memory import alike, samples
 
 MOST_REFUSED = 24  # calls that a graph cannot hold
+MOST_APART = 3  # calls that a graph may get wrong, one by one, before nothing is fused
 
 
 @dataclass(slots=True, eq=False)
@@ -23,11 +25,12 @@ class Made:
     unfused: str  # why calls of a graph run one by one; "" where many are one kernel
 
 
-def make(program: Program, module: Any, backend: Any, unfused: str) -> Made:
+def make(program: Program, module: Any, backend: Any, unfused: str, apart: Collection[str] = ()) -> Made:
     """Arenas, with what a graph cannot hold made as ever.
 
     Args:
-        backend: what builds and launches them. unfused: why calls are to run one by one; "" for nothing known.
+        backend: what builds and launches them. unfused: why calls are to run one by one; "" for nothing known. apart: names of those that
+            are, of the others.
 
     Raises:
         NotAStep: too much of the step cannot be in a graph.
@@ -35,7 +38,7 @@ def make(program: Program, module: Any, backend: Any, unfused: str) -> Made:
     refused: list[str] = []
     while len(refused) < MOST_REFUSED:
         segments = program.segments()
-        program.plans = {} if unfused else fusing.plan(program, segments)
+        program.plans = {} if unfused else fusing.plan(program, segments, apart)
         try:
             arenas = [_arena(program, module, backend, segments) for _ in range(2)]
         except CannotFuse as error:
@@ -59,6 +62,15 @@ def make(program: Program, module: Any, backend: Any, unfused: str) -> Made:
             arena.settle()
         return Made(arenas, segments, refused, unfused)
     raise NotAStep(f"a graph holds too little of the step: {refused[-1]}")
+
+
+def set_apart(wrong: str, apart: set[str]) -> bool:
+    """Have the call that a graph got wrong run by itself from now on; False where none is named, it does already, or too many do."""
+    name = wrong.partition(checked.OTHER_VALUES)[2]
+    if not name or name in apart or len(apart) >= MOST_APART:
+        return False
+    apart.add(name)
+    return True
 
 
 def _arena(program: Program, module: Any, backend: Any, segments: list[tuple[int, int]]) -> Arena:

@@ -21,7 +21,7 @@ from advisor.cupy_loops.replay.beside import loaded_beside, used_by_script
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
 from advisor.cupy_loops.replay.incoming import Incoming
-from advisor.cupy_loops.replay.making import make
+from advisor.cupy_loops.replay.making import make, set_apart
 from advisor.cupy_loops.replay.understand import understand
 from advisor.cupy_loops.replay.worth import Worth
 from advisor.loop.patches import Patches
@@ -59,6 +59,7 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
         self.replayed = self.broken = self.programs = 0
         self.wrong = ""  # how a graph has given other values than its calls; the loop is left alone behind this step
         self.unfused = ""  # why calls of a graph run one by one
+        self.apart: set[str] = set()  # calls that do, of those that could be fused: a graph has got them wrong
         self.program: Program | None = None
         self.segments: list[tuple[int, int]] = []
         self._make_backend = backend
@@ -94,11 +95,6 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
         if self.phase == REPLAY:
             return self._replay(name, plain, args, kwargs)
         return plain(*args, **kwargs)
-
-    @property
-    def settling(self) -> bool:
-        """Whether it is not yet known what this loop's steps become."""
-        return self.phase == FIND or (self.phase == REPLAY and self.backend.timed and not self.worth.known)
 
     def look(self) -> None:
         """Somebody is about to look at memory past the calls: all that was answered is made."""
@@ -139,7 +135,7 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
             program.hand_out(self._kept_by_script)
             program.alive = self._alive
             steps.clear()
-            made = make(program, self.module, self.backend, self.unfused)
+            made = make(program, self.module, self.backend, self.unfused, self.apart)
         except NotAStep as error:
             self.finder.fail(str(error))
             if self.finder.given_up:
@@ -187,7 +183,9 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
     def _begins(self, entry: Entry, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a step begins with this call, and may be replayed: nobody holds what is to be overwritten."""
         if self.wrong and self._program().plans:
-            self.unfused, self.wrong = self.wrong, ""
+            if not set_apart(self.wrong, self.apart):
+                self.unfused = self.wrong
+            self.wrong = ""
             self._anew()
             return False
         if self.wrong:

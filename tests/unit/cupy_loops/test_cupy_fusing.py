@@ -242,3 +242,29 @@ def test_columns_of_slices_are_one_kernel(backend: Callable[[], Any]) -> None:
         if s.number >= 0
     ]
     assert "__setitem__" not in alone
+
+
+class Wrong(Plain):
+    """Kernels whose multiplications are off by little."""
+
+    def launch(self, arena: Any, segment: tuple[int, int]) -> None:
+        super().launch(arena, segment)
+        for step in arena.program.steps(segment):
+            for each in (e for cluster in step.clusters for e in cluster.elements if e.place in cluster.writes):
+                if arena.program.entries[each.number].name == "__mul__":
+                    arena.at[each.place] *= 1.0 + 1e-12
+
+
+def test_a_call_that_a_graph_gets_wrong_runs_by_itself() -> None:
+    def loop(cp: Any, steps: int) -> list[Any]:
+        rng, w = np.random.default_rng(0), cp.array(np.ones(7))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=7))
+            twice = x * w
+            w = w - 0.01 * cp.tanh(twice + 1.0) + twice.mean()
+        return [w]
+
+    recorder = compared(loop, 60, Wrong)
+    assert recorder.apart == {"__mul__"}
+    assert not any("__mul__" in names for names in kernels(recorder.program))
+    assert any("tanh" in names for names in kernels(recorder.program))
