@@ -55,7 +55,7 @@ class CupyRow:
         error: how far the exact changes' last loss is from the plain run's, in parts of it; None where the loop shows none.
         all_error: the same with all changes.
         settled_s: from the first step until the exact changes had settled, in the slowest run; settled_steps: in so many steps.
-        applied: what was on of all changes.
+        applied: what was on of all changes; effects: what those did, or why they did nothing.
     """
 
     name: str
@@ -71,6 +71,7 @@ class CupyRow:
     settled_s: float
     settled_steps: int
     applied: tuple[str, ...]
+    effects: dict[str, str]
     n: int
     cupy: str
     date: str
@@ -128,6 +129,7 @@ def measured(name: str, script: str, measure: Measure, version: str) -> CupyRow:
         settled_s=slowest.settled_s,
         settled_steps=slowest.settled_steps,
         applied=found["all"][0].applied if found["all"] else (),
+        effects=found["all"][0].effects if found["all"] else {},
         n=RUNS,
         cupy=version,
         date=datetime.date.today().isoformat(),
@@ -144,7 +146,7 @@ def line(row: Mapping[str, Any]) -> str:
             parts.append(f"{told} {ms:7.3f} ms {row['plain_ms'] / ms:.2f} x")
     beyond = row["settled_s"] - row["settled_steps"] * row["plain_ms"] / 1e3
     parts.append(f"settled behind {counted(row['settled_steps'], 'step')}, {beyond:.1f} s more than plain ones")
-    return "  ".join(parts)
+    return "  ".join([*parts, *(f"{name}: {told}" for name, told in row["effects"].items())])
 
 
 def _apart(plain: list[records.Measurement], changed: list[records.Measurement]) -> float | None:

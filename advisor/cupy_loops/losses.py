@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from advisor.cupy_loops.standing import Standing
 from advisor.loop.patches import Patches
 from advisor.profiling.inside.cupy_surface import Surface
 
@@ -23,12 +24,11 @@ class Losses:
 
     Args:
         line: tells the user's line of the call that is being made.
+        standing: the changes that are on, which make calls of their own, and take others for the loop's.
     """
 
-    def __init__(self, module: Any, patches: Patches, line: Callable[[], str]) -> None:
-        self._array, self._line = module.ndarray, line
-        # The method below the one that is wrapped: this copy is none of the loop's calls.
-        self._copy: Any = module.ndarray.__mro__[1].copy
+    def __init__(self, module: Any, patches: Patches, line: Callable[[], str], standing: Standing) -> None:
+        self._array, self._line, self._standing = module.ndarray, line, standing
         self._kept: dict[str, list[Any]] = {}
         self._waiting: list[tuple[str, Any]] = []
         Surface(module, self._seen, patches).patch(REDUCTIONS)
@@ -36,18 +36,22 @@ class Losses:
     def settle(self) -> None:
         """Keep copies of what has waited: the script may change its arrays in place, and within a step only."""
         waiting, self._waiting = self._waiting, []
-        for line, value in waiting:
-            self._kept.setdefault(line, []).append(self._copy(value))
+        with self._standing.unseen():  # CuPy's `copy` calls `astype` of the array's own class, which is wrapped
+            for line, value in waiting:
+                self._kept.setdefault(line, []).append(value.copy())
 
     def values(self, steps: int, seen: int) -> tuple[float, ...]:
         """Those of the first `steps` of the `seen` steps that the loop has made; waits for the device."""
         self.settle()
         found = max(self._kept.values(), key=len, default=[])
         each = max(1, round(len(found) / max(seen, 1)))
-        return tuple(float(value) for value in found[: steps * each])
+        with self._standing.unseen():
+            return tuple(float(value) for value in found[: steps * each])
 
     def _seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = plain(*args, **kwargs)
+        if self._standing.working:
+            return result
         if isinstance(result, self._array) and result.ndim == 0 and result.dtype.kind == "f":
             line = self._line()
             if len(self._kept.get(line, ())) < MOST:

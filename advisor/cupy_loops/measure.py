@@ -29,7 +29,7 @@ class CupyMeasure:
 
     def __init__(self, module: Any, session: Session, watcher: Watcher, standing: Standing) -> None:
         self.module, self.session, self.watcher, self.standing = module, session, watcher, standing
-        self._losses = Losses(module, watcher.patches, lambda: watcher.line(2))
+        self._losses = Losses(module, watcher.patches, lambda: watcher.line(2), standing)
         self._boundaries: list[StepEvent] = []
         self._settling = True
         self._settled_s, self._settled_steps = 0.0, 0
@@ -100,6 +100,7 @@ class CupyMeasure:
             losses=losses,
             applied=self.standing.names,
             left_out=dict(self.standing.left_out),
+            effects=self.standing.effects,
             complete=complete,
         )
         storage.save(self.session.folder / records.MEASURE_FILE, record)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,6 +47,24 @@ class Standing:
     def names(self) -> tuple[str, ...]:
         """Ids of what is on."""
         return tuple(change.id for change, _ in self.on)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, calls of CuPy's are advisor's own: no change takes them for the loop's."""
+        with contextlib.ExitStack() as stack:
+            for change, _ in self.on:
+                stack.enter_context(change.unseen())
+            yield
+
+    @property
+    def working(self) -> bool:
+        """Whether a change makes calls of CuPy's right now that are none of the loop's."""
+        return any(change.working for change, _ in self.on)
+
+    @property
+    def effects(self) -> dict[str, str]:
+        """By id, what those have done so far, or why they do nothing."""
+        return {change.id: told for change, _ in self.on if (told := change.effect())}
 
     @property
     def settling(self) -> bool:

@@ -112,6 +112,7 @@ class Measurement:
     model_hash: str = ""
     applied: tuple[str, ...] = ()
     left_out: dict[str, str] = field(default_factory=dict)
+    effects: dict[str, str] = field(default_factory=dict)  # of a CuPy loop, what changes did, or why nothing
     kernels: tuple[str, ...] = ()  # sources of the bundled kernels that ran
     loaded: tuple[str, ...] = ()  # of the source files that were watched
     prints: dict[str, tuple[float, ...]] = field(

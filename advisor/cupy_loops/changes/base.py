@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from advisor.core import transform_table
@@ -29,6 +31,16 @@ class Change(ABC):
     def effect(self) -> str:
         """What it has done so far, as people read it; "" for nothing."""
         return ""
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, calls of CuPy's are advisor's own."""
+        yield
+
+    @property
+    def working(self) -> bool:
+        """Whether calls of CuPy's are its own right now, and none of the loop's."""
+        return False
 
     @property
     def settling(self) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from advisor.core.units import counted
@@ -46,6 +47,24 @@ class Graphs(Change):
             if plain is not None and hasattr(plain, "__get__"):
                 patches.replace(module.ndarray, name, attribute(_looked_at(recorder, plain), plain))
 
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Inside, no call is one of a step's."""
+        found = self.recorder
+        if found is None:
+            yield
+            return
+        before, found.inside = found.inside, True
+        try:
+            yield
+        finally:
+            found.inside = before
+
+    @property
+    def working(self) -> bool:
+        """Whether a step's call is being looked at, a graph made or judged."""
+        return self.recorder is not None and bool(self.recorder.inside)
+
     @property
     def settling(self) -> bool:
         """Until steps are replayed and have been found to be faster, or the loop is left alone."""
@@ -58,6 +77,8 @@ class Graphs(Change):
 
     def effect(self) -> str:
         found = self.recorder
+        if found is not None and found.phase == "off":
+            return f"the loop is left alone: {found.why}"
         if found is None or not found.replayed:
             return ""
         told = [f"{found.replayed} of the last steps replayed"]

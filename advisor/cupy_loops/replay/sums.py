@@ -138,7 +138,8 @@ class Sums:
     def __init__(self, module: Any) -> None:
         self._module = module
         self._array = module.ndarray
-        self._sum, self._mean, self._var = module.ndarray.sum, module.ndarray.mean, module.ndarray.var
+        plain = module.ndarray.__mro__[1]  # below the methods that are wrapped
+        self._sum, self._mean, self._var = plain.sum, plain.mean, plain.var
         text = "".join(source(letter) for letter in _C)
         raw = module.RawModule(code=text)
         names = [f"advisor_sum_{kind}_{letter}" for kind in ("columns", "parts") for letter in _C]
