@@ -35,7 +35,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "cupy_products": ("cupy_products.py", "--steps", "2000"),
 }
 EXACT = ("cupy_kernels_once", "cupy_graphs")
-ALL = (*EXACT, "cupy_single", "cupy_tf32", "cupy_bf16")
+ALL = (*EXACT, "cupy_single", "cupy_tf32")
 ARMS = {"plain": (), "exact": EXACT, "all": ALL}
 WARMUP, STEPS, RUNS = 15, 60, 2
 LIMIT_S = 120.0  # of one process

@@ -281,7 +281,6 @@ _ALL = (
     ),
     of_cupy("cupy_kernels_once", "kernel objects made once", Stage.HOST, Semantics.EXACT, part="host"),
     of_cupy("cupy_tf32", "TF32 for CuPy's fp32 matrix products", Stage.TF32, Semantics.PRECISION, part="precision"),
-    of_cupy("cupy_bf16", "bf16 for CuPy's fp32 matrix products", Stage.HALF, Semantics.PRECISION, part="precision"),
     of_cupy(
         "cupy_graphs",
         "the step recorded and replayed as CUDA graphs",

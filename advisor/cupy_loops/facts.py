@@ -18,6 +18,8 @@ VARIABLES = (
     "CUPY_CACHE_SAVE_CUDA_SOURCE",
 )
 _FEWER_BITS = {3: "fp16", 6: "bf16", 7: "tf32"}  # cupy._core's COMPUTE_TYPE_FP16, _BF16, _TF32
+# What products' terms are off by then, in parts of their magnitude; TF32 may be on in one of two that are compared.
+ROUNDED_BY = {"": 2e-3, "tf32": 2e-3, "bf16": 1.2e-2, "fp16": 4e-3}
 _ASKED = os.environ.get("CUPY_TF32", "0") not in ("", "0")  # CuPy reads it at its import
 
 

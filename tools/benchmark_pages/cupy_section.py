@@ -10,7 +10,7 @@ from advisor.bench import cupy_trainings
 _TEXT = f"""## Loops of CuPy alone
 
 Steps of training loops without PyTorch: docs/examples, and trainings that other people wrote. *Exact*: with
-{", ".join(cupy_trainings.EXACT)}. *All*: with fp32 for accidental fp64, TF32 and bf16 products too. The median of
+{", ".join(cupy_trainings.EXACT)}. *All*: with fp32 for accidental fp64 and TF32 products too. The median of
 {cupy_trainings.RUNS} fresh processes' medians, arms by turns; in brackets the processes' range. *Off*: the loss behind as many steps,
 from equal seeds, in parts of the plain run's. *Settling*: what finding, recording and judging the step takes beyond plain
 steps, once. cupy_products is a loop that nothing but precision speeds up. By `advisor bench cupy`.

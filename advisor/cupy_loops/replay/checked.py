@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from advisor.core.errors import first_line
-from advisor.cupy_loops.facts import fewer_bits
+from advisor.cupy_loops.facts import ROUNDED_BY, fewer_bits
 from advisor.cupy_loops.replay.arena import Arena
 from advisor.cupy_loops.replay.calls import PRODUCTS, UNFILLED, Entry
 
@@ -22,7 +22,6 @@ FEW = 8.0  # distances of two plain runs that a third one may be off by
 # How far a sum may be off that was made in another order, in parts of the sum of its terms' magnitudes, by the size of a number. Products in
 # fp32 may be TF32's or bf16's, in both or in one.
 ROUNDING = {2: 4e-3, 4: 1e-5, 8: 1e-12}
-FEWER_BITS = {"": 2e-3, "tf32": 2e-3, "bf16": 1.2e-2, "fp16": 4e-3}
 OTHER_VALUES = "the graph gives other values than the calls: "  # and the name of one
 SMALLEST = 1e-300  # what is not equal to the bit is apart
 _SUMS = frozenset({"sum", "mean"})
@@ -148,7 +147,7 @@ def _ours(arena: Arena, entry: Entry, given: list[Any]) -> str:
         if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
             return f"{entry.name} gives {ours.dtype} {ours.shape} in place of {theirs.dtype} {theirs.shape}"
         rounding = (
-            FEWER_BITS[fewer_bits(arena.module)]
+            ROUNDED_BY[fewer_bits(arena.module)]
             if entry.name in PRODUCTS and ours.itemsize == 4
             else ROUNDING.get(ours.itemsize, 0.0)
         )

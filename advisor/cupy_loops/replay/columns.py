@@ -62,29 +62,38 @@ def added_up(col: Any, height: int, width: int, s: int, p: int) -> Any:
     return total[:, :, p : p + height, p : p + width]
 
 
-def source(kind: str, numbers: tuple[int, ...], given: Any) -> tuple[str, str, int]:
-    """Name and CUDA source of our kernel, and how many elements it writes.
+def source(kind: str, numbers: tuple[int, ...], given: Any, *, wide: bool = True) -> tuple[str, str, int]:
+    """Name and CUDA source of our kernel, and how many threads it takes: one writes some elements of a row.
 
     Args:
-        kind: "columns" or "image". given: an array that lies as those that it will be given.
+        kind: "columns" or "image". given: an array that lies as those that it will be given. wide: what is written lies at a multiple of 16
+            bytes.
     """
     n, c, h, w, kh, kw, oh, ow, s, p = numbers
     kind_of = _C[str(given.dtype)]
     if kind == "columns":
-        size = n * c * kh * kw * oh * ow
+        at_once = 16 // given.dtype.itemsize
+        at_once = at_once if wide and ow % at_once == 0 else 1
+        size = n * c * kh * kw * oh * ow // at_once
         body = f"""
-    const unsigned x = i % {ow}, r = i / {ow};
+    const unsigned x = i % {ow // at_once} * {at_once}, r = i / {ow // at_once};
     const unsigned y = r % {oh}, q = r / {oh};
     const unsigned b = q % {kw}, t = q / {kw};
     const unsigned a = t % {kh}, m = t / {kh};
-    const unsigned v = y * {s} + a - {p}u, u = x * {s} + b - {p}u;
-    T value = 0;
-    if (v < {h}u && u < {w}u) {{ const unsigned k = (m * {h} + v) * {w} + u; value = in[{_offset(given)}]; }}"""
+    const unsigned v = y * {s} + a - {p}u;
+    Several value;
+#pragma unroll
+    for (unsigned e = 0; e < {at_once}; ++e) {{
+      const unsigned u = (x + e) * {s} + b - {p}u, k = (m * {h} + v) * {w} + u;
+      value.of[e] = v < {h}u && u < {w}u ? in[{_offset(given)}] : (T)0;
+    }}"""
     else:
-        size = n * c * h * w
+        at_once, size = 1, n * c * h * w
         body = f"""
     const unsigned x = i % {w}, r = i / {w}, y = r % {h}, m = r / {h};
-    T value = 0;
+    Several several;
+    T& value = several.of[0];
+    value = 0;
 #pragma unroll
     for (unsigned a = 0; a < {kh}; ++a) {{
       const unsigned v = y + {p}u - a;
@@ -98,11 +107,13 @@ def source(kind: str, numbers: tuple[int, ...], given: Any) -> tuple[str, str, i
       }}
     }}"""
     name = f"advisor_{kind}"
+    last = "value" if kind == "columns" else "several"
     text = f"""#define T {kind_of}
+struct __align__(sizeof(T) * {at_once}) Several {{ T of[{at_once}]; }};
 extern "C" __global__ void __launch_bounds__(256) {name}(const T* __restrict__ in, T* __restrict__ out) {{
   const unsigned i = blockIdx.x * 256 + threadIdx.x;
   if (i < {size}u) {{{body}
-    out[i] = value;
+    ((Several*)out)[i] = {last};
   }}
 }}
 """

@@ -8,6 +8,7 @@ from typing import Any
 from advisor.cupy import convolution_windows
 from advisor.cupy_loops.replay import columns
 from advisor.cupy_loops.replay.cublas import Products
+from advisor.cupy_loops.replay.memory import pointer
 from advisor.cupy_loops.replay.naive import Meaning
 
 
@@ -46,10 +47,13 @@ def _convolution(module: Any, products: Products, found: Meaning, x: Any, w: Any
 
 
 def _columns(module: Any, kind: str, numbers: tuple[int, ...], given: Any) -> Callable[..., None]:
-    name, text, size = columns.source(kind, numbers, given)
-    kernel = module.RawKernel(text, name)
+    kernels = {}
+    for wide in (True, False):
+        name, text, size = columns.source(kind, numbers, given, wide=wide)
+        kernels[wide] = module.RawKernel(text, name), -(-size // 256)
 
     def call(x: Any, out: Any) -> None:
-        kernel((-(-size // 256),), (256,), (x, out))
+        kernel, blocks = kernels[pointer(out) % 16 == 0]
+        kernel((blocks,), (256,), (x, out))
 
     return call

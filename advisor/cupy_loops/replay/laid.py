@@ -45,6 +45,13 @@ class Copy:
         return size
 
     @property
+    def at_once(self) -> int:
+        """How many of them a thread writes."""
+        size = 2 if self.to in HALVES else {"float32": 4, "float64": 8}.get(self.to, self.itemsize)
+        most = min(4, 16 // size)
+        return most if self.dims and self.dims[-1][0] % most == 0 else 1
+
+    @property
     def name(self) -> str:
         """Of its kernel."""
         told = repr((self.dims, self.kind, self.to, self.itemsize))
@@ -119,26 +126,33 @@ def _kernel(copy: Copy) -> str:
     same = copy.kind == copy.to
     given = _WHOLE[copy.itemsize] if same else _C[copy.kind]
     made = given if same else "unsigned short" if copy.to in HALVES else _C[copy.to]
+    at_once = copy.at_once
     reach = sum(abs(stride) * (length - 1) for length, stride in copy.dims)
     whole = "int" if max(reach, copy.size + THREADS * MOST_BLOCKS) < 1 << 31 else "long long"
     lines, terms, rest = [], [], "i"
     for d in range(len(copy.dims) - 1, -1, -1):
         length, stride = copy.dims[d]
+        each = at_once if d == len(copy.dims) - 1 else 1
         if d:
-            lines.append(f"const unsigned {whole} q{d} = {rest} / {length}u;")
-            lines.append(f"const {whole} i{d} = ({whole})({rest} - q{d} * {length}u);")
+            lines.append(f"const unsigned {whole} q{d} = {rest} / {length // each}u;")
+            lines.append(f"const {whole} i{d} = ({whole})({rest} - q{d} * {length // each}u);")
             rest = f"q{d}"
         else:
             lines.append(f"const {whole} i0 = ({whole}){rest};")
-        terms.append(f"i{d} * ({stride})")
-    value = f"x[{' + '.join(terms) or '0'}]"
+        terms.append(f"i{d} * ({stride * each})")
+    step = copy.dims[-1][1] if copy.dims else 0
+    value = f"x[{' + '.join(terms) or '0'} + k * ({step})]"
     if not same:
         value = f"{HALVES[copy.to]}((float){value})" if copy.to in HALVES else f"({made}){value}"
     text = "\n    ".join(lines)
-    return f"""extern "C" __global__ void __launch_bounds__({THREADS}) {copy.name}(const {given}* __restrict__ x, {made}* __restrict__ y) {{
-  for (unsigned {whole} i = blockIdx.x * {THREADS}u + threadIdx.x; i < {copy.size}u; i += gridDim.x * {THREADS}u) {{
+    return f"""struct __align__(sizeof({made}) * {at_once}) Several_{copy.name} {{ {made} of[{at_once}]; }};
+extern "C" __global__ void __launch_bounds__({THREADS}) {copy.name}(const {given}* __restrict__ x, {made}* __restrict__ y) {{
+  for (unsigned {whole} i = blockIdx.x * {THREADS}u + threadIdx.x; i < {copy.size // at_once}u; i += gridDim.x * {THREADS}u) {{
     {text}
-    y[i] = {value};
+    Several_{copy.name} several;
+#pragma unroll
+    for (int k = 0; k < {at_once}; ++k) several.of[k] = {value};
+    ((Several_{copy.name}*)y)[i] = several;
   }}
 }}
 """
@@ -177,7 +191,7 @@ class Copies:
         found = self._module.empty((copy.size,), dtype="uint16" if copy.to in HALVES else copy.to)
         if copy.size:
             self.compile([copy])
-            blocks = min(MOST_BLOCKS, -(-copy.size // THREADS))
+            blocks = min(MOST_BLOCKS, -(-copy.size // (THREADS * copy.at_once)))
             self._kernels[copy.name]((blocks,), (THREADS,), (value, found))
         if self._kept is not None:
             self._kept[key] = found, *span(value)

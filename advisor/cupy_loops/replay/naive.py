@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from advisor import cupy as operations
+from advisor.cupy_loops.facts import ROUNDED_BY, fewer_bits
 from advisor.cupy_loops.replay import columns
 from advisor.cupy_loops.replay.calls import CupyCall, Program
 from advisor.cupy_loops.replay.memory import apart, samples
@@ -44,8 +45,8 @@ class Meaning:
     gives: int
     sums: bool  # rounding may differ, as terms are added in another order; else it is equal to the bit
 
-    def off(self, module: Any, found: Any, *inputs: Any) -> bool:
-        """Whether this result is not the operation's, by fp64."""
+    def off(self, module: Any, found: Any, *inputs: Any, fewer: float = 0.0) -> bool:
+        """Whether this result is not the operation's, by fp64. `fewer`: what its terms may be rounded by before they are added."""
         wide = [value.astype("f8") for value in inputs]
         exact = self.operation(*wide)
         if exact.shape != found.shape or not bool(module.isfinite(found).all()):
@@ -53,7 +54,7 @@ class Meaning:
         if not self.sums:
             return not bool((exact == found).all())
         scale = self.operation(*(abs(value) for value in wide))
-        return not bool((abs(found - exact) <= _ROUNDING[str(found.dtype)] * scale + 1e-300).all())
+        return not bool((abs(found - exact) <= max(fewer, _ROUNDING[str(found.dtype)]) * scale + 1e-300).all())
 
 
 def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
@@ -254,9 +255,11 @@ def _better(call: CupyCall, parts: Parts, module: Any, backend: Any) -> tuple[Me
     def stands(values: tuple[Any, ...]) -> None:
         operation(*(values[i] for i in found.takes), values[found.gives])
 
-    for run in (parts.run, stands):
+    # Products of fp32 may be TF32's, if the script or a change of ours says so.
+    fewer = ROUNDED_BY[fewer_bits(module)] if fewer_bits(module) and found.kind in ("product", "convolution") else 0.0
+    for run, rounded in ((parts.run, 0.0), (stands, fewer)):
         run(live)
-        if found.off(module, live[found.gives], *inputs):
+        if found.off(module, live[found.gives], *inputs, fewer=rounded):
             return None
     return (found, operation) if backend.faster(lambda: stands(live), lambda: parts.run(live)) else None
 

@@ -30,6 +30,7 @@ CASES = [
     ("a gap", IMAGE[:, :, ::2], (0, 1), (2, 3)),
     ("the other way round", IMAGE[:, ::-1, ::-1], (1,), (0, 2, 3)),
     ("broadcast", np.broadcast_to(IMAGE[:, :, :1, :1], (2, 3, 4, 5)), (1,), (0, 2, 3)),
+    ("rows of four", IMAGE.transpose(1, 0, 2, 3), (0,), (1, 2, 3)),
     ("a row of one", IMAGE[:1, :, :3, :3], (0,), (1, 2, 3)),
 ]
 

@@ -187,7 +187,8 @@ def test_sources_of_columns_and_images(emulated: Any, kind: str, stride: int, pa
     else:  # lies as a product leaves it
         given = torch.from_numpy(rng.normal(size=(c, kh, kw, n, oh, ow))).permute(3, 0, 1, 2, 4, 5)
         wanted = columns.added_up(given.numpy(), h, w, stride, padding)
-    name, source, size = columns.source(kind, numbers, given.numpy())
-    out = torch.empty(wanted.shape, dtype=torch.float64)
-    emulated.compiled(source, name)((-(-size // 256), 1, 1), (256, 1, 1), (given.data_ptr(), out.data_ptr()))
-    np.testing.assert_array_equal(out.numpy(), wanted)
+    for wide in (True, False):
+        name, source, size = columns.source(kind, numbers, given.numpy(), wide=wide)
+        out = torch.empty(wanted.shape, dtype=torch.float64)
+        emulated.compiled(source, name)((-(-size // 256), 1, 1), (256, 1, 1), (given.data_ptr(), out.data_ptr()))
+        np.testing.assert_array_equal(out.numpy(), wanted)
