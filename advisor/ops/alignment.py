@@ -53,9 +53,9 @@ def empty_nhwc(shape: tuple[int, int, int, int], like: torch.Tensor, dtype: torc
     return like.new_empty_strided(shape, (h * w * c, 1, w * c, c), dtype=dtype)
 
 
-def nhwc(tensor: torch.Tensor) -> torch.Tensor:
-    """The [N, C, H, W] tensor itself where it is channels_last and begins at a multiple of 16 bytes, else a copy that does."""
-    return dense(tensor, torch.channels_last)
+def nhwc(tensor: Parameter) -> Parameter:
+    """The [N, C, H, W] tensor itself where it is channels_last and begins at a multiple of 16 bytes, else a copy that does. None stays None."""
+    return tensor if tensor is None else dense(tensor, torch.channels_last)
 
 
 def dense(tensor: torch.Tensor, memory_format: torch.memory_format) -> torch.Tensor:

@@ -1,16 +1,17 @@
 """One declaration of a family's operation; it makes the autograd function, the torch.library operation with its fake kernel, the eager entry.
 
-For operations that save their tensors for the backward, or of the one that they have its shape alone. All functions of a declaration take the operation's arguments in one order, that of
-`forward`, from whose annotations the schema is read; `backward` takes them as one tuple.
+All functions of a declaration take the operation's arguments in one order, that of `forward`, from whose annotations the schema is read;
+`backward` takes them as one tuple.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,6 +22,21 @@ Arguments = tuple[Any, ...]
 Saved = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]
 
+# What the gradient of a tensor is: made for it, the result's, that of the first tensor, or none.
+OWN, ABOVE, FIRST, NONE = "own", "above", "first", "none"
+
+
+class Unread(NamedTuple):
+    """In place of a tensor whose values the backward does not read, and which is not kept for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def shape_alone(*_arguments: Any) -> tuple[bool, ...]:
+    """`reads` of an operation whose backward reads nothing of its one tensor."""
+    return (False,)
+
 
 @dataclass(eq=False, kw_only=True)
 class Operation:
@@ -30,30 +46,41 @@ class Operation:
         name: of the torch.library operation.
         family: whose counters count its calls; empty where the name is the same.
         forward: the result by the kernels, or a tuple of it and what the backward needs besides the arguments. Annotated. One that takes
-            `kept` too is told whether a backward may follow.
+            `kept` too is told whether a backward may follow. It may write over its first argument and give that out, and may change
+            what has no gradient (running statistics).
+        results: how many results `forward` has, before what is kept. Of more than one those that are None are left out, and `backward` gets
+            a tuple of gradients, None for those of results that nobody used.
+        pure: as `forward`, without side effects and with one result: what the torch.library operation runs, where that is another. Its
+            parameters are the first of `forward`'s; the others, which eager calls alone have, then have their defaults.
         backward: of the result's gradient, the arguments and what the forward saved: a gradient for each tensor among the arguments, None
             where there is none.
-        shaped: the backward needs of the one tensor, the first argument, its shape alone, which stands in its place.
+        reads: of each tensor among the arguments whether the backward reads its values. `Unread` stands in the place of the others. None: all.
+        flows: of each tensor among the arguments what its gradient is, where that is not always its OWN: an operation of torch.library
+            gives no tensor out twice.
         twice: as `backward`, by operations that can be differentiated again; None: by those of `pytorch`.
         pytorch: PyTorch's own operations, differentiable to any order.
         refusal: why those run; empty when the kernels do.
         label: the call's variant, as it is counted.
         compiles: whether there is a torch.library operation.
-        readable: the arguments as kernels can read them, for compiled graphs; in eager code `refusal` sees to that.
-        fake: what `forward` returns, uninitialised.
-        layout: memory format of the first argument's gradient. Other gradients lie as their arguments.
+        readable: the arguments as kernels can read them, for compiled graphs; in eager code `refusal` sees to that. What the backward
+            does not read is None there.
+        fake: what `pure` returns, uninitialised.
+        layout: memory format of the gradients of the first tensor, and of those in its shape. Other gradients lie as their arguments.
         function: the autograd.Function behind the eager entry.
         compiled: the torch.library operation, for graphs that Inductor compiles, where the rewrite has asked `spec.unsupported`. CUDA only.
-            `advisor::<name>_backward` is its backward.
+            `advisor::<name>_backward` is its backward. Of what the forward kept, an empty tensor stands for None.
     """
 
     name: str
     family: str = ""
     forward: Callable[..., Any]
-    backward: Callable[[torch.Tensor, Arguments, Saved], Gradients]
-    shaped: bool = False
-    twice: Callable[[torch.Tensor, Arguments, Saved], Gradients] | None = None
-    pytorch: Callable[..., torch.Tensor]
+    results: int = 1
+    pure: Callable[..., Any] | None = None
+    backward: Callable[[Any, Arguments, Saved], Gradients]
+    reads: Callable[..., Sequence[bool]] | None = None
+    flows: Callable[..., Sequence[str]] | None = None
+    twice: Callable[[Any, Arguments, Saved], Gradients] | None = None
+    pytorch: Callable[..., Any]
     refusal: Callable[..., str]
     label: Callable[..., str]
     compiles: bool = True
@@ -65,25 +92,26 @@ class Operation:
 
     def __post_init__(self) -> None:
         self._engaged, self._fell_back = dispatch.counters(self.family or self.name)
-        told = inspect.signature(self.forward)
-        self._asks = "kept" in told.parameters
-        schema = torch.library.infer_schema(_without_kept(self.forward, told), mutates_args=())
-        parsed = torch._C.parse_schema(f"advisor::{self.name}{schema}")
-        self._count, self._extras = len(parsed.arguments), len(parsed.returns) - 1
-        self._at = tuple(i for i, one in enumerate(parsed.arguments) if "Tensor" in str(one.type))
-        self._many = 0 if self.shaped else len(self._at)  # tensors among the arguments that the backward gets
+        told = inspect.signature(self.forward).parameters
+        self._asks = "kept" in told
+        given = [one for one in told.values() if one.kind is not one.KEYWORD_ONLY]
+        self._count, self._defaults = len(given), tuple(one.default for one in given)
+        self._at = tuple(i for i, one in enumerate(given) if "Tensor" in str(one.annotation))
         self.function = self._made_function()
-        self.compiled = self._made_operation(schema) if self.compiles else None
+        self.compiled = self._made_operation() if self.compiles else None
 
     def __call__(self, *args: Any) -> torch.Tensor:
-        """The eager entry."""
+        """The eager entry; where the arguments ask for several results, it gives a tuple of them."""
         reason = self.refusal(*args)
         if reason:
             self._fell_back[reason] += 1
-            return self.pytorch(*args)
-        self._engaged[self.label(*args)] += 1
-        result: torch.Tensor = self.function.apply(*args)
+        result: torch.Tensor = self.pytorch(*args) if reason else self.taken(*args)
         return result
+
+    def taken(self, *args: Any) -> Any:
+        """By the kernels, which can take it."""
+        self._engaged[self.label(*args)] += 1
+        return self.function.apply(*args)
 
     def _tensors(self, args: Sequence[Any]) -> tuple[Any, ...]:
         return tuple([args[at] for at in self._at])
@@ -96,21 +124,27 @@ class Operation:
         return args
 
     def _kept(self, args: Sequence[Any]) -> tuple[tuple[Any, ...], list[Any]]:
-        """Of the arguments the tensors that the backward gets, and the others."""
+        """Of the arguments the tensors that the backward reads, and the others."""
         tensors = self._tensors(args)
-        if self.shaped:
-            return (), self._filled(args, [tuple(t.shape) for t in tensors])
-        return tensors, self._filled(args, (None,) * self._many)
+        if self.reads is None:
+            return tensors, self._filled(args, (None,) * len(tensors))
+        read = self.reads(*args)
+        left = [None if is_read or t is None else _unread(t) for t, is_read in zip(tensors, read, strict=True)]
+        return tuple([t if is_read else None for t, is_read in zip(tensors, read, strict=True)]), self._filled(
+            args, left
+        )
 
     def _arguments(self, others: Sequence[Any], tensors: Sequence[Any]) -> Arguments:
-        return tuple(others if self.shaped else self._filled(others, tensors))
+        args = list(others)
+        for at, tensor in zip(self._at, tensors, strict=True):
+            if tensor is not None:
+                args[at] = tensor
+        return tuple(args)
 
-    def _differentiated(self, dy: torch.Tensor, args: Arguments, saved: Saved) -> Gradients:
+    def _differentiated(self, dy: Any, args: Arguments, saved: Saved) -> Gradients:
         """The gradients by operations that can be differentiated again."""
         if self.twice is not None:
             return self.twice(dy, args, saved)
-        if self.shaped:
-            return differentiable.shaped(dy, self.pytorch, *args)
         tensors = self._tensors(args)
         return differentiable.gradients(lambda *given: self.pytorch(*self._filled(args, given)), dy, tensors)
 
@@ -119,100 +153,178 @@ class Operation:
         return tuple(self._filled([None] * self._count, gradients))
 
     def _made_function(self) -> type[Function]:
-        operation = self
+        operation, many, results = self, len(self._at), self.results
 
-        def forward(ctx: Any, *args: Any) -> torch.Tensor:
-            found = (
-                operation.forward(*args, kept=any(ctx.needs_input_grad))
-                if operation._asks
-                else operation.forward(*args)
-            )
-            y, *saved = found if operation._extras else (found,)
+        def forward(ctx: Any, *args: Any) -> Any:
+            kept = {"kept": any(ctx.needs_input_grad)} if operation._asks else {}
+            found = operation.forward(*args, **kept)
+            made = found if isinstance(found, tuple) else (found,)
             tensors, ctx.others = operation._kept(args)
-            Function.keep(ctx, *tensors, *saved)
-            result: torch.Tensor = y
-            return result
+            Function.keep(ctx, *tensors, *made[results:])
+            if made[0] is args[0]:
+                ctx.mark_dirty(made[0])
+            if results == 1:
+                return made[0]
+            ctx.set_materialize_grads(False)
+            there = tuple([y for y in made[:results] if y is not None])
+            return there if len(there) > 1 else there[0]
 
-        def backward(ctx: Any, *gradients: torch.Tensor) -> Gradients:
-            (dy,) = gradients
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> Gradients:
+            dy = next((one for one in gradients if one is not None), None)
+            if dy is None:  # nobody used the results
+                return (None,) * operation._count
             kept = Function.kept(ctx)
-            args, saved = operation._arguments(ctx.others, kept[: operation._many]), kept[operation._many :]
+            args, saved = operation._arguments(ctx.others, kept[:many]), kept[many:]
             made = operation._differentiated if differentiable.wanted(dy) else operation.backward
-            return operation._by_argument(made(dy, args, saved))
+            return operation._by_argument(made(dy if results == 1 else gradients, args, saved))
 
         made = {"forward": staticmethod(forward), "backward": staticmethod(backward), "replays": True}
         return type(f"_{self.name.title().replace('_', '')}", (Function,), {"__module__": __name__, **made})
 
-    def _made_operation(self, schema: str) -> Any:
-        given, many = schema.partition(" -> ")[0], self._many
-        if self.shaped:
-            given = given.replace("Tensor ", "SymInt[] ")
-        kept = "".join(f", Tensor saved{number}" for number in range(self._extras))
-        gradients = ", ".join(["Tensor"] * len(self._at))
+    # ---- for compiled graphs
+
+    def _whole(self, args: Sequence[Any]) -> Arguments:
+        """What torch.library passes, with what eager calls alone can say. It passes numbers in lists, which no table could have for a key."""
+        given = tuple([tuple(one) if isinstance(one, (list, tuple)) else one for one in args])
+        return given + self._defaults[len(given) :]
+
+    def _read(self, args: Arguments) -> Arguments:
+        """`readable`, of arguments some of which are `Unread`."""
+        found = self.readable(*(None if isinstance(one, Unread) else one for one in args))
+        return tuple([one if isinstance(one, Unread) else read for one, read in zip(args, found, strict=True)])
+
+    def _spelled(self, args: Sequence[Any]) -> list[Any]:
+        """As the backward's operation takes them: in the place of a tensor itself, its shape and its dtype, as far as they are told."""
+        found: list[Any] = []
+        for at, one in enumerate(args):
+            if self.reads is None or at not in self._at:
+                found.append(one)
+            else:
+                found += [None, *one] if isinstance(one, Unread) else [one, None, None]
+        return found
+
+    def _told(self, spelled: Sequence[Any], count: int) -> tuple[Arguments, Saved]:
+        """The first `count` arguments, with what eager calls alone can say, and what the forward saved, of the backward's operation."""
+        rest, found = list(spelled), []
+        for at in range(count):
+            one = rest.pop(0)
+            if self.reads is not None and at in self._at:
+                shape, dtype = rest.pop(0), rest.pop(0)
+                one = one if shape is None else Unread(tuple(shape), dtype)
+            elif isinstance(one, (list, tuple)):
+                one = tuple(one)
+            found.append(one)
+        return (*found, *self._defaults[count:]), tuple(rest)
+
+    def _flow(self, args: Arguments) -> list[str]:
+        tensors = self._tensors(args)
+        found = (OWN,) * len(tensors) if self.flows is None else self.flows(*args)
+        return [NONE if t is None else flow for t, flow in zip(tensors, found, strict=True)]
+
+    def _made_operation(self) -> Any:
+        pure = self.pure or self.forward
+        schema = torch.library.infer_schema(_by_place(pure), mutates_args=())
+        parsed = torch._C.parse_schema(f"advisor::{self.name}{schema}")
+        count, extras = len(parsed.arguments), len(parsed.returns) - 1
 
         def forward(*args: Any) -> Any:
-            args = self.readable(*map(_tupled, args))
-            self._engaged[self.label(*args)] += 1
-            return self.forward(*args)
-
-        def backward(dy: torch.Tensor, *args: Any) -> Any:
-            """The gradients; empty where there is no such argument."""
-            args, saved = tuple(map(_tupled, args[: self._count])), args[self._count :]
-            found = self.backward(dy, args if self.shaped else self.readable(*args), saved)
-            made = tuple(dy.new_empty(0) if gradient is None else gradient for gradient in found)
-            return made[0] if self.shaped else made
+            whole = self.readable(*self._whole(args))
+            self._engaged[self.label(*whole)] += 1
+            found = pure(*whole[:count])
+            if not extras:
+                return found
+            return tuple([found[0].new_empty(0, dtype=torch.uint8) if one is None else one for one in found])
 
         def fake(*args: Any) -> Any:
             assert self.fake is not None  # whoever compiles has one
-            return self.fake(*map(_tupled, args))
-
-        def fake_backward(dy: torch.Tensor, *args: Any) -> Any:
-            args = args[: self._count]
-            x, *others = self._tensors(args)
-            layout = self.layout(*args)
-            if self.shaped:
-                return torch.empty(x, dtype=dy.dtype, device=dy.device, memory_format=layout)
-            dx = torch.empty_like(x, memory_format=layout)
-            return dx, *(x.new_empty(0) if other is None else torch.empty_like(other) for other in others)
+            return self.fake(*self._whole(args)[:count])
 
         def setup(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-            saved = output[1:] if self._extras else ()
-            tensors, ctx.others = self._kept(inputs)
+            saved = output[1:] if extras else ()
+            tensors, ctx.others = self._kept(self._whole(inputs))
             ctx.save_for_backward(*tensors, *saved)
             if saved:
                 ctx.mark_non_differentiable(*saved)
 
         def through(ctx: Any, dy: torch.Tensor, *_saved: Any) -> Gradients:
-            tensors, saved = ctx.saved_tensors[:many], ctx.saved_tensors[many:]
-            found = gradients_of(dy, *self._arguments(ctx.others, tensors), *saved)
-            if self.shaped:
-                return self._by_argument((found,))
-            return self._by_argument(
-                tuple(None if t is None else gradient for t, gradient in zip(tensors, found, strict=True))
+            tensors, saved = ctx.saved_tensors[: len(self._at)], ctx.saved_tensors[len(self._at) :]
+            args = self._arguments(ctx.others, tensors)
+            found = gradients_of(dy, *self._spelled(args[:count]), *saved)
+            found = (found,) if isinstance(found, torch.Tensor) else found
+            every = {ABOVE: dy, FIRST: found[0], NONE: None}
+            flows = self._flow(args)[: len(found)]
+            return tuple(
+                self._filled(
+                    [None] * self._count,
+                    [
+                        *(every.get(flow, one) for flow, one in zip(flows, found, strict=True)),
+                        *[None] * (len(self._at) - len(found)),
+                    ],
+                )[:count]
             )
 
         operation = torch.library.custom_op(f"advisor::{self.name}", forward, mutates_args=(), schema=schema)
         operation.register_fake(fake)
-        backward_schema = f"(Tensor dy, {given[1:-1]}{kept}) -> {gradients if self.shaped else f'({gradients})'}"
-        gradients_of = torch.library.custom_op(
-            f"advisor::{self.name}_backward", backward, mutates_args=(), schema=backward_schema
-        )
-        gradients_of.register_fake(fake_backward)
+        gradients_of = self._made_backward(schema.partition(" -> ")[0], count, extras)
         operation.register_autograd(through, setup_context=setup)
         return operation
 
+    def _made_backward(self, given: str, count: int, extras: int) -> Any:
+        """The backward's operation, behind a forward that is given so many arguments and keeps so many tensors."""
+        many = sum(at < count for at in self._at)
 
-def _tupled(argument: Any) -> Any:
-    """torch.library passes numbers in lists, which no table could have for a key."""
-    return tuple(argument) if isinstance(argument, (list, tuple)) else argument
+        def made(dy: torch.Tensor, found: Sequence[torch.Tensor | None], args: Arguments) -> Any:
+            """The gradients; empty where there is none of its own."""
+            flows = self._flow(args)[:many]
+            own = tuple(
+                dy.new_empty(0) if one is None or flow != OWN else one
+                for one, flow in zip(found[:many], flows, strict=True)
+            )
+            return own if many > 1 else own[0]
+
+        def backward(dy: torch.Tensor, *spelled: Any) -> Any:
+            args, saved = self._told(spelled, count)
+            return made(dy, self.backward(dy if self.results == 1 else (dy,), self._read(args), saved), args)
+
+        def fake(dy: torch.Tensor, *spelled: Any) -> Any:
+            args, _ = self._told(spelled, count)
+            tensors, layout = self._tensors(args), self.layout(*args)
+            like = tuple(tensors[0].shape)
+            found = [
+                None if t is None else _like(t, dy, layout if tuple(t.shape) == like else torch.preserve_format)
+                for t in tensors
+            ]
+            return made(dy, found, args)
+
+        if self.reads is not None:
+            given = re.sub(r"Tensor\?? (\w+)", r"Tensor? \1, SymInt[]? \1_shape, ScalarType? \1_dtype", given)
+        kept = "".join(f", Tensor saved{number}" for number in range(extras))
+        schema = f"(Tensor dy, {given[1:-1]}{kept}) -> ({', '.join(['Tensor'] * many)})"
+        operation = torch.library.custom_op(f"advisor::{self.name}_backward", backward, mutates_args=(), schema=schema)
+        operation.register_fake(fake)
+        return operation
 
 
-def _without_kept(forward: Callable[..., Any], told: inspect.Signature) -> Callable[..., Any]:
-    """What stands for `forward` where its schema is read."""
+def _unread(tensor: torch.Tensor) -> Unread:
+    return Unread(tuple(tensor.shape), tensor.dtype)
+
+
+def _like(tensor: torch.Tensor | Unread, near: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
+    """An uninitialised gradient, beside `near`."""
+    if isinstance(tensor, torch.Tensor):
+        return torch.empty_like(tensor, memory_format=layout)
+    layout = torch.contiguous_format if layout == torch.preserve_format else layout
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=near.device, memory_format=layout)
+
+
+def _by_place(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands for `forward` where its schema is read: what it is told by name alone is no argument of the operation."""
+    told = inspect.signature(forward)
 
     @wraps(forward)
     def shown(*args: Any) -> Any:
         return forward(*args)
 
-    shown.__signature__ = told.replace(parameters=[one for name, one in told.parameters.items() if name != "kept"])  # type: ignore[attr-defined]  # inspect reads it
+    given = [one for one in told.parameters.values() if one.kind is not one.KEYWORD_ONLY]
+    shown.__signature__ = told.replace(parameters=given)  # type: ignore[attr-defined]  # inspect reads it
     return shown

@@ -494,8 +494,11 @@ def test_the_operations_of_the_library(emulated, activation: str, residual: bool
     leaves, dy = [a for a in arguments if isinstance(a, torch.Tensor) and a.requires_grad], torch.randn_like(y)
     for mine, other in zip(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(plain, leaves, dy), strict=True):
         assert torch.equal(mine, other)
-    x, _, _, _, weight, bias, _, _, _, slope = (a.detach() if isinstance(a, torch.Tensor) else a for a in arguments)
-    given = dy, x, statistics, mask, weight, bias, activation, slope, residual
+    tensors, settings = [t if t is None else t.detach() for t in arguments[:6]], arguments[6:]
+    x, *unread, weight, bias = tensors
+    shapes = [one for t in unread for one in (None, None if t is None else t.shape, None if t is None else t.dtype)]
+    told = x, None, None, *shapes, weight, None, None, bias, None, None
+    given = dy, *told, *settings, statistics, mask
     torch.library.opcheck(
         torch.ops.advisor.batchnorm_act_backward.default, given, test_utils=("test_schema", "test_faketensor")
     )

@@ -260,7 +260,7 @@ def captured(model: nn.Module) -> Callable[..., Any]:
 def test_a_chain_of_blocks_trains_as_the_plain_one_without_autograds_sums(emulated, activation: bool) -> None:
     model = chain(activation).to(memory_format=torch.channels_last)
     plain = copy.deepcopy(model).double()
-    before = api.engaged.copy()
+    before = FAMILY.engaged.copy()
     run, x = captured(model), torch.randn(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     loss, other = run(x).square().sum(), plain(x.double()).square().sum()
     with Sums() as mine:
@@ -269,7 +269,7 @@ def test_a_chain_of_blocks_trains_as_the_plain_one_without_autograds_sums(emulat
         other.backward()
     assert (mine.count, theirs.count) == (0, 3)
     ends = "add+relu forked" if activation else "add+none forked"
-    assert {name: n for name, n in (api.engaged - before).items() if name.endswith(spec.FORKED)} == {
+    assert {name: n for name, n in (FAMILY.engaged - before).items() if name.endswith(spec.FORKED)} == {
         "relu forked": 1,
         ends: 2,
     }

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from advisor.ops import dispatch
+from advisor.ops import catalog, dispatch
 from advisor.ops.batchnorm_act import api, cuda, reference, spec
 
+FAMILY = catalog.get("batchnorm_act")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
@@ -86,9 +87,9 @@ def test_matches_fp64(shape, activation, residual, dtype):
     poison()
     leaves = [t.detach().requires_grad_() for t in (x, weight, bias)]
     rr = r.detach().requires_grad_() if r is not None else None
-    before = sum(api.engaged.values())
+    before = sum(FAMILY.engaged.values())
     y = api.batchnorm_act(leaves[0], rr, *running, leaves[1], leaves[2], 0.1, 1e-5, activation, 0.01)
-    assert sum(api.engaged.values()) == before + 1, api.fell_back
+    assert sum(FAMILY.engaged.values()) == before + 1, FAMILY.fell_back
     assert y.is_contiguous(memory_format=torch.channels_last)
     poison()
     got = torch.autograd.grad(y, [*leaves, *([rr] if rr is not None else [])], dy)
@@ -162,10 +163,10 @@ def test_second_derivative_matches(activation, residual):
 def test_unsupported_calls_run_torch_and_say_so():
     x = torch.randn(2, 8, 4, 4, device="cuda")  # NCHW
     w = torch.ones(8, device="cuda")
-    api.fell_back.clear()
+    FAMILY.fell_back.clear()
     y = api.batchnorm_act(x, None, w.clone(), w.clone(), w, w, 0.1, 1e-5, "relu")
     assert y.shape == x.shape
-    assert api.fell_back["input is not channels_last"] == 1
+    assert FAMILY.fell_back["input is not channels_last"] == 1
 
 
 def test_captured_in_a_graph_and_replayed():

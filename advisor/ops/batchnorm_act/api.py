@@ -8,6 +8,7 @@ Two entries over the same kernels: `batchnorm_act`, a plain function for eager c
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +16,7 @@ import torch
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
 from advisor.ops.batchnorm_act import cuda, joined, reference, spec
-from advisor.ops.function import Function
-
-engaged, fell_back = dispatch.counters("batchnorm_act")
+from advisor.ops.operation import ABOVE, NONE, OWN, Arguments, Gradients, Operation, Saved, Unread
 
 
 def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str, *, joins: bool = False) -> str:
@@ -41,83 +40,6 @@ def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str,
 def _joined(x: torch.Tensor) -> bool:
     """Whether rows of x are taken for one."""
     return x.shape[1] % 8 != 0 and spec.joined(x.shape[1], storage.name(x.dtype)) > 1
-
-
-class _BatchNormAct(Function):
-    replays = True
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: str,
-        slope: float,
-        way: str | None,
-        forked: bool,
-        moments: torch.Tensor | None,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        ctx.set_materialize_grads(False)
-        ctx.affine = weight is not None, bias is not None
-        weight, bias = affine(x, weight, bias)
-        tensors = (x, residual, running_mean, running_var, weight, bias)
-        ctx.joined = _joined(x)
-        if ctx.joined:
-            y, saved, mask = joined.forward(*tensors, momentum, eps, activation, slope)
-        else:
-            y, saved, mask = cuda.forward(*tensors, momentum, eps, activation, slope, way=way, moments=moments)
-        Function.keep(ctx, x, weight, bias, saved, mask)
-        # Only a second derivative needs the residual again; the bit mask serves the first.
-        ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
-        ctx.way = way
-        # A second tensor over the same memory. To autograd no view of the first, but with its version: a change in place of
-        # either is seen by whoever has saved the other.
-        return (y, y.detach()) if forked else y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        given = [dy for dy in gradients if dy is not None]
-        if not given:  # nobody used the result
-            return (None,) * 13
-        x, weight, bias, saved, mask = Function.kept(ctx)
-        twice = differentiable.wanted(given[0])
-        # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
-        if len(given) == 2 and (twice or not all(map(is_nhwc, given))):
-            given = [given[0] + given[1]]
-        if twice:
-            dx, dresidual, dweight, dbias = differentiable_backward(ctx, given[0], x, weight, bias, mask)
-        elif ctx.joined:
-            above = nhwc(given[0])
-            found = joined.backward(above, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual)
-            dx, dresidual, dweight, dbias = found
-        else:
-            dx, dresidual, dweight, dbias = cuda.backward(
-                nhwc(given[0]),
-                nhwc(given[1]) if len(given) == 2 else None,
-                x,
-                saved,
-                mask,
-                weight,
-                bias,
-                ctx.activation,
-                ctx.slope,
-                ctx.residual,
-                way=ctx.way,
-            )
-        has_weight, has_bias = ctx.affine
-        return (
-            dx,
-            dresidual if ctx.residual else None,
-            dweight if has_weight else None,
-            dbias if has_bias else None,
-            *[None] * 9,
-        )
 
 
 def affine(
@@ -145,30 +67,191 @@ def _through(dy: torch.Tensor, z: torch.Tensor, activation: str, slope: float) -
 
 
 def differentiable_backward(
-    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, mask: torch.Tensor | None
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    mask: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """The backward in differentiable torch ops, so that it can be differentiated again. fp32 statistics.
-
-    `ctx` has the norm's eps, activation and slope, and whether there is a residual.
 
     The activation's slope is taken as constant where the forward kept a bit mask: it is 0 or 1 there.
     """
     wide = x.float()
     mean = wide.mean((0, 2, 3), keepdim=True)
     centred = wide - mean
-    invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + ctx.eps)
+    invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + eps)
     normal = centred * invstd
     scale = weight.view(1, -1, 1, 1)
     if mask is not None:
         g = _kept(mask, dy)
     else:
-        g = _through(dy, normal * scale + bias.view(1, -1, 1, 1), ctx.activation, ctx.slope)
+        g = _through(dy, normal * scale + bias.view(1, -1, 1, 1), activation, slope)
     dbias = g.sum((0, 2, 3))
     dweight = (g * normal).sum((0, 2, 3))
     count = x.numel() // x.shape[1]
     dx = scale * invstd * (g - dbias.view(1, -1, 1, 1) / count - normal * dweight.view(1, -1, 1, 1) / count)
-    dresidual = g.to(x.dtype) if ctx.residual else None
+    dresidual = g.to(x.dtype) if residual else None
     return dx.to(x.dtype), dresidual, dweight, dbias
+
+
+def _forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    way: str | None = None,
+    forked: bool = False,
+    moments: torch.Tensor | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """y, with `forked` a second handle of it, saved statistics and mask, as `cuda.forward`, and the weight and the bias that there were not."""
+    read = affine(x, weight, bias)
+    norm = x, residual, running_mean, running_var, *read, momentum, eps, activation, slope
+    if _joined(x):
+        y, saved, mask = joined.forward(*norm)
+    else:
+        y, saved, mask = cuda.forward(*norm, way=way, moments=moments)
+    # The second is a tensor over the same memory. To autograd no view of the first, but with its version: a change in place of either is
+    # seen by whoever has saved the other.
+    return y, y.detach() if forked else None, saved, mask, *_made(read, weight, bias)
+
+
+def _made(
+    read: tuple[torch.Tensor, torch.Tensor], weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Of the weight and bias that are read those that the norm has not."""
+    return read[0] if weight is None else None, read[1] if bias is None else None
+
+
+def _pure(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, statistics [4, C] (mean, inverse standard deviation, new running mean and variance, which the caller copies back) and mask."""
+    norm = x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    return cuda.forward(*norm, in_place=False)  # type: ignore[return-value]  # a mask that is None is an empty one to the library
+
+
+def _fake(
+    x: torch.Tensor, residual: torch.Tensor | None, *others: Any
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    masked = residual is not None and others[6] != "none"
+    width = storage.vector_width(storage.name(x.dtype))
+    return (
+        torch.empty_like(x, memory_format=torch.channels_last),
+        x.new_empty((4, x.shape[1]), dtype=torch.float32),
+        x.new_empty(x.numel() // width if masked else 0, dtype=torch.uint8),
+    )
+
+
+def _backward(above: tuple[torch.Tensor | None, ...], arguments: Arguments, saved: Saved) -> Gradients:
+    x, residual, _, _, weight, bias, _, _, activation, slope, way, *_ = arguments
+    statistics, mask, *made = saved
+    given = [dy for dy in above if dy is not None]
+    # To make a slice, as a concatenation's gradient has it, dense for the kernels would cost what the sum does.
+    if len(given) == 2 and not all(map(is_nhwc, given)):
+        given = [given[0] + given[1]]
+    norm = x, statistics, mask, *_read(weight, bias, made), activation, slope, residual is not None
+    if _joined(x):
+        found = joined.backward(nhwc(given[0]), *norm)
+    else:
+        found = cuda.backward(nhwc(given[0]), nhwc(given[1]) if len(given) == 2 else None, *norm, way=way)
+    return _told(found, arguments)
+
+
+def _read(weight: torch.Tensor | None, bias: torch.Tensor | None, made: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+    """Weight and bias as `affine` gave them, of the norm's own and those that were made."""
+    return made[0] if weight is None else weight, made[1] if bias is None else bias
+
+
+def _told(found: Sequence[torch.Tensor | None], arguments: Arguments) -> Gradients:
+    """The gradients of x, residual, weight and bias, of those that there are."""
+    dx, dresidual, dweight, dbias = found
+    _, residual, _, _, weight, bias, *_ = arguments
+    affine_gradients = None if weight is None else dweight, None if bias is None else dbias
+    return dx, None if residual is None else dresidual, None, None, *affine_gradients, None
+
+
+def _twice(above: tuple[torch.Tensor | None, ...], arguments: Arguments, saved: Saved) -> Gradients:
+    x, residual, _, _, weight, bias, _, eps, activation, slope, *_ = arguments
+    _, mask, *made = saved
+    first, *others = [dy for dy in above if dy is not None]
+    dy = first + others[0] if others else first
+    norm = *_read(weight, bias, made), mask, eps, activation, slope, residual is not None
+    return _told(differentiable_backward(dy, x, *norm), arguments)
+
+
+def _refusal(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor | None,
+    _running_var: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    _momentum: float,
+    _eps: float,
+    activation: str,
+    *_others: Any,
+    variant: str = "",
+) -> str:
+    """Why PyTorch's own operations run; empty when the kernels do."""
+    wins = spec.wins(
+        activation=activation,
+        residual=residual is not None,
+        dtype=storage.name(x.dtype),
+        variant=variant or _variant(x, running_mean, weight, bias),
+    )
+    return dispatch.refusal(unsupported(x, residual, activation, joins=not variant), wins)
+
+
+def _label(_x: object, residual: torch.Tensor | None, *others: Any) -> str:
+    activation, forked = others[6], others[9]
+    return (activation if residual is None else f"add+{activation}") + (f" {spec.FORKED}" if forked else "")
+
+
+_BATCH_NORM_ACT = Operation(
+    name="batchnorm_act",
+    forward=_forward,
+    results=2,
+    pure=_pure,
+    backward=_backward,
+    reads=lambda *_: (True, False, False, False, True, True, False),
+    flows=lambda x, residual, mean, variance, weight, bias, momentum, eps, activation, *_: (
+        *(
+            OWN,
+            OWN if spec.writes_residual_gradient(activation, True, forked=False) else ABOVE,
+            NONE,
+            NONE,
+            OWN,
+            OWN,
+            NONE,
+        ),
+    ),
+    twice=_twice,
+    pytorch=lambda *arguments: reference.batchnorm_act(*arguments[:10]),
+    refusal=_refusal,
+    label=_label,
+    readable=lambda x, residual, *others: (nhwc(x), nhwc(residual), *others),
+    fake=_fake,
+)
 
 
 def batchnorm_act(
@@ -200,22 +283,8 @@ def batchnorm_act(
     Returns:
         A new tensor like x.
     """
-    x, residual = realigned(x), realigned(residual)
-    wins = spec.wins(
-        activation=activation,
-        residual=residual is not None,
-        dtype=storage.name(x.dtype),
-        variant=_variant(x, running_mean, weight, bias),
-    )
-    reason = dispatch.refusal(unsupported(x, residual, activation, joins=True), wins)
-    if reason:
-        fell_back[reason] += 1
-        return reference.batchnorm_act(
-            x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
-        )
-    engaged[activation if residual is None else f"add+{activation}"] += 1
-    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
-    result: torch.Tensor = _BatchNormAct.apply(*common, False, moments)
+    norm = running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    result: torch.Tensor = _BATCH_NORM_ACT(realigned(x), realigned(residual), *norm, way, False, moments)
     return result
 
 
@@ -239,30 +308,12 @@ def forked_batchnorm_act(
     The backward takes a gradient for each and adds them up in its kernels, in fp32; autograd's own sum, a launch that reads both
     and writes a third, falls away. Where the kernels do not run, or only one of the two gets a gradient, it is as with one.
     """
-    x, residual = realigned(x), realigned(residual)
-    wins = spec.wins(
-        activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=spec.FORKED
-    )
-    if dispatch.refusal(unsupported(x, residual, activation), wins):
-        y = batchnorm_act(
-            x,
-            residual,
-            running_mean,
-            running_var,
-            weight,
-            bias,
-            momentum,
-            eps,
-            activation,
-            slope,
-            way=way,
-            moments=moments,
-        )
+    norm = running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    arguments = realigned(x), realigned(residual), *norm
+    if _refusal(*arguments, variant=spec.FORKED):
+        y = _BATCH_NORM_ACT(*arguments, way, False, moments)
         return y, y
-    engaged[f"{activation if residual is None else f'add+{activation}'} {spec.FORKED}"] += 1
-    common = (x, residual, weight, bias, running_mean, running_var, momentum, eps, activation, slope, way)
-    both: tuple[torch.Tensor, torch.Tensor]
-    both = _BatchNormAct.apply(*common, True, moments)
+    both: tuple[torch.Tensor, torch.Tensor] = _BATCH_NORM_ACT.taken(*arguments, way, True, moments)
     return both
 
 
@@ -274,41 +325,38 @@ def _variant(x: torch.Tensor, running_mean: object, weight: object, bias: object
     return spec.NO_AFFINE if weight is None or bias is None else ""
 
 
-class _FrozenBatchNormAct(Function):
-    replays = True
+def _frozen_forward(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    activation: str,
+    slope: float,
+    affine_gradients: bool,
+) -> tuple[torch.Tensor | None, ...]:
+    read = affine(x, weight, bias)
+    norm = running_mean, running_var, *read, eps, activation, slope, affine_gradients
+    return *cuda.frozen_forward(x, residual, *norm), *_made(read, weight, bias)
 
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
-        eps: float,
-        activation: str,
-        slope: float,
-    ) -> torch.Tensor:
-        ctx.affine_gradients = ctx.needs_input_grad[2] or ctx.needs_input_grad[3]
-        weight, bias = affine(x, weight, bias)
-        ctx.variant = eps, activation, slope, residual is not None, ctx.affine_gradients
-        y, mask = cuda.frozen_forward(
-            x, residual, running_mean, running_var, weight, bias, eps, activation, slope, ctx.affine_gradients
-        )
-        keeps_input = spec.frozen_keeps_input(activation, residual is not None, ctx.affine_gradients)
-        Function.keep(ctx, x if keeps_input else None, mask, running_mean, running_var, weight, bias)
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        if differentiable.wanted(dy):
-            found = _frozen_differentiable_backward(dy, *Function.kept(ctx), *ctx.variant)
-        else:
-            found = cuda.frozen_backward(nhwc(dy), *Function.kept(ctx), *ctx.variant)
-        wanted = ctx.needs_input_grad[:4]
-        return (*(t if want else None for t, want in zip(found, wanted, strict=True)), *[None] * 5)
+def _frozen_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    return _frozen_gradients(cuda.frozen_backward, nhwc(dy), arguments, saved)
+
+
+def _frozen_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    return _frozen_gradients(_frozen_differentiable_backward, dy, arguments, saved)
+
+
+def _frozen_gradients(
+    by: Callable[..., Sequence[torch.Tensor | None]], dy: torch.Tensor, arguments: Arguments, saved: Saved
+) -> Gradients:
+    x, residual, mean, variance, weight, bias, eps, activation, slope, affine_gradients = arguments
+    mask, *made = saved
+    norm = mean, variance, *_read(weight, bias, made), eps, activation, slope, residual is not None, affine_gradients
+    return _told(by(dy, None if isinstance(x, Unread) else x, mask, *norm), arguments)[:-1]
 
 
 def _frozen_differentiable_backward(
@@ -325,7 +373,7 @@ def _frozen_differentiable_backward(
     residual: bool,
     affine_gradients: bool,
 ) -> tuple[torch.Tensor | None, ...]:
-    """As `_differentiable_backward`, by running statistics."""
+    """As `differentiable_backward`, by running statistics."""
     invstd = torch.rsqrt(running_var + eps).view(1, -1, 1, 1)
     scale = weight.view(1, -1, 1, 1)
     normal = None if x is None else (x.float() - running_mean.view(1, -1, 1, 1)) * invstd
@@ -338,6 +386,26 @@ def _frozen_differentiable_backward(
     dweight = (g * normal).sum((0, 2, 3)) if affine_gradients and normal is not None else None
     dbias = g.sum((0, 2, 3)) if affine_gradients else None
     return (g * scale * invstd).to(dy.dtype), g.to(dy.dtype), dweight, dbias
+
+
+def _frozen_refusal(x: torch.Tensor, residual: torch.Tensor | None, *others: Any) -> str:
+    return _refusal(x, residual, None, None, None, None, 0.0, 0.0, others[5], variant=spec.FROZEN)
+
+
+_FROZEN = Operation(
+    name="frozen_batchnorm_act",
+    family="batchnorm_act",
+    forward=_frozen_forward,
+    backward=_frozen_backward,
+    reads=lambda x, residual, mean, variance, weight, bias, eps, activation, slope, affine_gradients: (
+        *(spec.frozen_keeps_input(activation, residual is not None, affine_gradients), False, True, True, True, True),
+    ),
+    twice=_frozen_twice,
+    pytorch=lambda *arguments: reference.frozen_batchnorm_act(*arguments[:-1]),
+    refusal=_frozen_refusal,
+    label=lambda x, residual, *others: f"frozen {others[5]}" if residual is None else f"frozen add+{others[5]}",
+    compiles=False,
+)
 
 
 def frozen_batchnorm_act(
@@ -356,129 +424,7 @@ def frozen_batchnorm_act(
     Args: as of `batchnorm_act`. Where weight and bias want no gradient and the activation's slope is 0 or 1, x is not kept for
         the backward: a bit an element is.
     """
-    x, residual = realigned(x), realigned(residual)
-    wins = spec.wins(
-        activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=spec.FROZEN
-    )
-    reason = dispatch.refusal(unsupported(x, residual, activation), wins)
-    if reason:
-        fell_back[reason] += 1
-        return reference.frozen_batchnorm_act(
-            x, residual, running_mean, running_var, weight, bias, eps, activation, slope
-        )
-    engaged[f"frozen {activation}" if residual is None else f"frozen add+{activation}"] += 1
-    result: torch.Tensor = _FrozenBatchNormAct.apply(
-        x, residual, weight, bias, running_mean, running_var, eps, activation, slope
-    )
+    norm = running_mean, running_var, weight, bias, eps, activation, slope
+    affine_gradients = any(one is not None and one.requires_grad for one in (weight, bias))
+    result: torch.Tensor = _FROZEN(realigned(x), realigned(residual), *norm, affine_gradients)
     return result
-
-
-@torch.library.custom_op("advisor::batchnorm_act", mutates_args=())
-def batchnorm_act_op(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `batchnorm_act`, for compiled graphs, without side effects. CUDA only.
-
-    Returns y, statistics [4, C] (mean, inverse standard deviation, new running mean, new running variance) and mask. The
-    caller copies the running statistics back.
-    """
-    x = nhwc(x)
-    if residual is not None:
-        residual = nhwc(residual)
-    engaged[activation if residual is None else f"add+{activation}"] += 1
-    y, saved, mask = cuda.forward(
-        x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope, in_place=False
-    )
-    return y, saved, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
-
-
-@batchnorm_act_op.register_fake
-def _(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    masked = residual is not None and activation != "none"
-    width = storage.vector_width(storage.name(x.dtype))
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last),
-        x.new_empty((4, x.shape[1]), dtype=torch.float32),
-        x.new_empty(x.numel() // width if masked else 0, dtype=torch.uint8),
-    )
-
-
-@torch.library.custom_op("advisor::batchnorm_act_backward", mutates_args=())
-def batchnorm_act_backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    mask: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
-    residual: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::batchnorm_act`: dx, dresidual (empty without one, and where it is dy itself), dweight, dbias."""
-    dy = nhwc(dy)
-    x = nhwc(x)
-    dx, dresidual, dweight, dbias = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, slope, residual)
-    if dresidual is None or dresidual is dy:
-        dresidual = x.new_empty(0)
-    return dx, dresidual, dweight, dbias
-
-
-@batchnorm_act_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    mask: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
-    residual: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    dx = torch.empty_like(x, memory_format=torch.channels_last)
-    written = spec.writes_residual_gradient(activation, residual, forked=False)
-    return dx, torch.empty_like(dx) if written else x.new_empty(0), torch.empty_like(weight), torch.empty_like(bias)
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, residual, _, _, weight, bias, _, _, activation, slope = inputs
-    _, saved, mask = output
-    ctx.save_for_backward(x, weight, bias, saved, mask)
-    ctx.mark_non_differentiable(saved, mask)
-    ctx.residual, ctx.activation, ctx.slope = residual is not None, activation, slope
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor, _saved: Any, _mask: Any) -> tuple[Any, ...]:
-    x, weight, bias, saved, mask = ctx.saved_tensors
-    dx, dresidual, dweight, dbias = batchnorm_act_backward_op(
-        dy, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual
-    )
-    if not ctx.residual:
-        dresidual = None
-    elif not spec.writes_residual_gradient(ctx.activation, True, forked=False):
-        dresidual = dy
-    return dx, dresidual, None, None, dweight, dbias, None, None, None, None
-
-
-batchnorm_act_op.register_autograd(_op_backward, setup_context=_setup)

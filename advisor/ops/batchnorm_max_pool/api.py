@@ -6,6 +6,7 @@ Two entries over the same kernels: `batchnorm_max_pool`, a plain function for ea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,11 +15,9 @@ import torch
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
-from advisor.ops.function import Function
+from advisor.ops.operation import NONE, OWN, Arguments, Gradients, Operation, Saved
 from advisor.ops.pooling.api import flat_indices
 from advisor.ops.pooling.spec import Pair, Window, window
-
-engaged, fell_back = dispatch.counters("batchnorm_max_pool")
 
 
 def unsupported(x: torch.Tensor, activation: str, slope: float, pool: Window) -> str:
@@ -51,58 +50,106 @@ def _unsupported(
     )
 
 
-class _BatchNormMaxPool(Function):
-    replays = True
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
-        momentum: float,
-        eps: float,
-        activation: str,
-        slope: float,
-        pool: Window,
-        moments: torch.Tensor | None,
-    ) -> torch.Tensor:
-        y, saved, index, chosen = cuda.forward(
-            x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, pool, moments=moments
-        )
-        Function.keep(ctx, x, weight, bias, saved, index, chosen)
-        ctx.eps, ctx.variant = eps, (activation, slope, pool)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        x, weight, bias, saved, index, chosen = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            found = _differentiable_backward(ctx, dy, x, weight, bias, index)
-        else:
-            found = cuda.backward(alignment.nhwc(dy), x, saved, index, chosen, weight, bias, *ctx.variant)
-        return (*found, *[None] * 8)
+def _forward(
+    x: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+    moments: torch.Tensor | None = None,
+    *,
+    in_place: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """y, statistics, positions and chosen elements, as `cuda.forward`."""
+    norm = x, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    pool = window(kernel, stride, padding, dilation, ceil_mode)
+    return cuda.forward(*norm, pool, in_place=in_place, moments=moments)
 
 
-def _differentiable_backward(
-    ctx: Any, dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, index: torch.Tensor
-) -> tuple[torch.Tensor | None, ...]:
-    """The backward as the gradient of differentiable torch ops, in fp32; which elements were chosen is taken as constant."""
-    activation, slope, pool = ctx.variant
-    at = flat_indices(index, tuple(x.shape), pool).flatten(2)
+def _pure(
+    x: torch.Tensor,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor,
+    momentum: float,
+    eps: float,
+    activation: str,
+    slope: float,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    ceil_mode: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As `_forward`. Statistics are [4, C], with the new running mean and variance, which the caller copies back."""
+    norm = x, running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    return _forward(*norm, kernel, stride, padding, dilation, ceil_mode, in_place=False)
+
+
+def _fake(x: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    n, c, h, w = x.shape
+    shape = n, c, *window(*others[8:13]).output(h, w)
+    y, index, chosen = (alignment.empty_nhwc(shape, x, dtype) for dtype in (None, torch.uint8, None))
+    return y, x.new_empty((4, c), dtype=torch.float32), index, chosen
+
+
+def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, _, _, weight, bias, _, _, activation, slope, *pool, _ = arguments
+    statistics, index, chosen = saved
+    above = alignment.nhwc(dy), x, statistics, alignment.nhwc(index), alignment.nhwc(chosen)
+    dx, dweight, dbias = cuda.backward(*above, weight, bias, activation, slope, window(*pool))
+    return dx, None, None, dweight, dbias, None
+
+
+def _twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    """The gradient of differentiable torch ops, in fp32; which elements were chosen is taken as constant."""
+    x, _, _, weight, bias, _, eps, activation, slope, *pool, _ = arguments
+    at = flat_indices(saved[1], tuple(x.shape), window(*pool)).flatten(2)
 
     def pooled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         centred = wide - wide.mean((0, 2, 3), keepdim=True)
-        invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + ctx.eps)
+        invstd = torch.rsqrt(centred.square().mean((0, 2, 3), keepdim=True) + eps)
         z = centred * invstd * weight.view(1, -1, 1, 1) + bias.view(1, -1, 1, 1)
         y = activate(z, activation, slope)
         return y.flatten(2).gather(2, at).view(dy.shape)
 
-    return differentiable.gradients(pooled, dy.float(), (x, weight, bias))
+    dx, dweight, dbias = differentiable.gradients(pooled, dy.float(), (x, weight, bias))
+    return dx, None, None, dweight, dbias, None
+
+
+def _refusal(x: torch.Tensor, *others: Any) -> str:
+    """Why PyTorch's own operations run; empty when the kernels do."""
+    activation, slope, *pool = others[6:13]
+    return dispatch.refusal(
+        unsupported(x, activation, slope, window(*pool)), spec.wins(activation, storage.name(x.dtype))
+    )
+
+
+_BATCH_NORM_MAX_POOL = Operation(
+    name="batchnorm_max_pool",
+    forward=_forward,
+    pure=_pure,
+    backward=_backward,
+    reads=lambda *_: (True, False, False, True, True, False),
+    flows=lambda *_: (OWN, NONE, NONE, OWN, OWN, NONE),
+    twice=_twice,
+    pytorch=lambda *arguments: reference.batchnorm_max_pool(*arguments[:-1]),
+    refusal=_refusal,
+    label=lambda *arguments: arguments[7],
+    readable=lambda x, *others: (alignment.nhwc(x), *others),
+    fake=_fake,
+)
 
 
 def batchnorm_max_pool(
@@ -134,163 +181,8 @@ def batchnorm_max_pool(
     Returns:
         A new tensor [N, C, OH, OW] like x.
     """
-    pool = window(kernel, stride, padding, dilation, ceil_mode)
-    x = alignment.realigned(x)
-    reason = dispatch.refusal(unsupported(x, activation, slope, pool), spec.wins(activation, storage.name(x.dtype)))
-    if reason:
-        fell_back[reason] += 1
-        return reference.batchnorm_max_pool(
-            x, running_mean, running_var, weight, bias, momentum, eps, activation, slope, *pool.arguments
-        )
-    engaged[activation] += 1
-    result: torch.Tensor = _BatchNormMaxPool.apply(
-        x, weight, bias, running_mean, running_var, momentum, eps, activation, slope, pool, moments
-    )
-    return result
-
-
-def _listed(kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], ceil_mode: bool) -> Window:
-    """A window from the lists that torch.library passes."""
-    return window(
-        (kernel[0], kernel[1]), (stride[0], stride[1]), (padding[0], padding[1]), (dilation[0], dilation[1]), ceil_mode
-    )
-
-
-@torch.library.custom_op("advisor::batchnorm_max_pool", mutates_args=())
-def batchnorm_max_pool_op(
-    x: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As `batchnorm_max_pool`, for compiled graphs, without side effects. CUDA only.
-
-    Returns y, statistics [4, C] (mean, inverse standard deviation, new running mean, new running variance), positions and
-    chosen elements. The caller copies the running statistics back.
-    """
-    engaged[activation] += 1
-    pool = _listed(kernel, stride, padding, dilation, ceil_mode)
-    return cuda.forward(
-        alignment.nhwc(x),
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        momentum,
-        eps,
-        activation,
-        slope,
-        pool,
-        in_place=False,
-    )
-
-
-@batchnorm_max_pool_op.register_fake
-def _(
-    x: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    n, c, h, w = x.shape
-    shape = (n, c, *_listed(kernel, stride, padding, dilation, ceil_mode).output(h, w))
-    saved = x.new_empty((4, c), dtype=torch.float32)
-    return (
-        alignment.empty_nhwc(shape, x),
-        saved,
-        alignment.empty_nhwc(shape, x, torch.uint8),
-        alignment.empty_nhwc(shape, x),
-    )
-
-
-@torch.library.custom_op("advisor::batchnorm_max_pool_backward", mutates_args=())
-def batchnorm_max_pool_backward_op(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    index: torch.Tensor,
-    chosen: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::batchnorm_max_pool`: dx, dweight, dbias."""
-    pool = _listed(kernel, stride, padding, dilation, ceil_mode)
-    dx, dweight, dbias = cuda.backward(
-        alignment.nhwc(dy),
-        alignment.nhwc(x),
-        saved,
-        alignment.nhwc(index),
-        alignment.nhwc(chosen),
-        weight,
-        bias,
-        activation,
-        slope,
-        pool,
-    )
-    return dx, dweight, dbias
-
-
-@batchnorm_max_pool_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    saved: torch.Tensor,
-    index: torch.Tensor,
-    chosen: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return (
-        torch.empty_like(x, memory_format=torch.channels_last),
-        torch.empty_like(weight),
-        torch.empty_like(bias),
-    )
-
-
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
-    x, _, _, weight, bias, _, _, *ctx.variant = inputs
-    _, saved, index, chosen = output
-    ctx.save_for_backward(x, saved, index, chosen, weight, bias)
-    ctx.mark_non_differentiable(saved, index, chosen)
-
-
-def _op_backward(ctx: Any, dy: torch.Tensor, *_others: Any) -> tuple[Any, ...]:
-    dx, dweight, dbias = batchnorm_max_pool_backward_op(dy, *ctx.saved_tensors, *ctx.variant)
-    return dx, None, None, dweight, dbias, *[None] * 9
-
-
-batchnorm_max_pool_op.register_autograd(_op_backward, setup_context=_setup)
+    norm = running_mean, running_var, weight, bias, momentum, eps, activation, slope
+    pool = window(
+        kernel, stride, padding, dilation, ceil_mode
+    )  # one object for equal ones: its numbers are told as pairs
+    return _BATCH_NORM_MAX_POOL(alignment.realigned(x), *norm, *pool.arguments, moments)

@@ -15,9 +15,7 @@ from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, dense, is_aligned, is_nhwc, nhwc
 from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.bias_act import cuda, reference, spec
-from advisor.ops.function import Function
-
-engaged, fell_back = dispatch.counters("bias_act")
+from advisor.ops.operation import ABOVE, FIRST, NONE, OWN, Arguments, Gradients, Operation, Saved
 
 
 def _fp32(tensor: torch.Tensor | None) -> torch.Tensor | None:
@@ -39,7 +37,13 @@ def _is_dense(x: torch.Tensor, dim: int) -> bool:
 
 
 def _refusal(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float, dim: int
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float,
+    _in_place: bool,
+    dim: int,
 ) -> str:
     """Why PyTorch's own operations run for bias + activation; empty when the kernels do."""
     reason = nvrtc.on_device(x) or _elsewhere(x, bias, residual)
@@ -80,7 +84,7 @@ def _scale_refusal(
     residual: torch.Tensor,
     bias: torch.Tensor | None,
     result: torch.dtype,
-    variant: spec.Scaled,
+    twin: bool,
 ) -> str:
     """Why PyTorch's own operations run for factors + add; empty when the kernels do."""
     reason = nvrtc.on_device(branch) or _elsewhere(branch, scale, keep, residual, bias)
@@ -91,6 +95,7 @@ def _scale_refusal(
     if residual.shape != branch.shape:
         return "branch and residual differ in shape"
     dense = is_nhwc(branch) and is_nhwc(residual)
+    variant = _variant(branch, scale, keep, residual, bias, result, twin)
     return dispatch.refusal(
         *_scale_standing(branch.shape, dense, branch.dtype, residual.dtype, result, variant, branch.device.index or 0)
     )
@@ -129,56 +134,80 @@ def _scale_name(variant: spec.Scaled) -> str:
     return variant.name
 
 
-class _BiasAct(Function):
-    replays = True
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        activation: str,
-        slope: float,
-        in_place: bool,
-        dim: int,
-    ) -> torch.Tensor:
-        masked = activation in spec.MASKED
-        y = x if in_place and masked else torch.empty_like(x)
-        mask = cuda.mask_memory(x, activation) if any(ctx.needs_input_grad) else None
-        cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim, mask)
-        if y is x:
-            ctx.mark_dirty(x)
-        Function.keep(ctx, mask if masked else x, bias)
-        ctx.activation, ctx.slope, ctx.residual, ctx.dim = activation, slope, residual is not None, dim
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        saved, bias = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            dx, dbias = _differentiable_backward(dy, saved, bias, ctx.activation, ctx.slope, ctx.dim)
-        else:
-            dy = dense(dy, torch.channels_last if ctx.dim == 1 else torch.contiguous_format)
-            dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), ctx.activation, ctx.slope, ctx.dim)
-        return dx, None if dbias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None, None, None
-
-
-def _differentiable_backward(
-    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float, dim: int
+def _forward(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    activation: str,
+    slope: float,
+    in_place: bool = False,
+    dim: int = 1,
+    *,
+    kept: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """dx and dbias, None without a bias, in differentiable torch ops. The slope of a piecewise linear activation is constant."""
+    """The result, and the bits of its slopes, where the backward reads them."""
+    y = x if in_place and activation in spec.MASKED else torch.empty_like(x)
+    mask = cuda.mask_memory(x, activation) if kept else None
+    cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, dim, mask)
+    return y, mask
+
+
+def _pure(
+    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    y, mask = _forward(x, bias, residual, activation, slope)
+    return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
+
+
+def _fake(
+    x: torch.Tensor, bias: Any, residual: Any, activation: str, slope: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = cuda.mask_memory(x, activation)
+    y = torch.empty_like(x, memory_format=torch.channels_last)
+    return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
+
+
+def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, bias, residual, activation, slope, _, dim = arguments
+    dy = dense(dy, torch.channels_last if dim == 1 else torch.contiguous_format)
+    read = saved[0] if activation in spec.MASKED else x
+    dx, dbias = cuda.bias_act_backward(dy, read, _fp32(bias), activation, slope, dim)
+    return dx, None if dbias is None else dbias.to(bias.dtype), None if residual is None else dx
+
+
+def _twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    """In differentiable torch ops. The slope of a piecewise linear activation is constant."""
+    x, bias, residual, activation, slope, _, dim = arguments
     if activation in spec.MASKED:
-        wide = dy.float()
-        dx = wide.where(differentiable.bits(saved, dy, dim=dim), wide * (slope if activation == "leaky_relu" else 0.0))
+        wide, below = dy.float(), slope if activation == "leaky_relu" else 0.0
+        dx = wide.where(differentiable.bits(saved[0], dy, dim=dim), wide * below)
     else:
-        z = saved.float()
+        z = x.float()
         if bias is not None:
             z = z + reference.over_channels(bias.float(), z, dim)
         dx = differentiable.gradient(lambda z: activate(z, activation, slope), dy.float(), z)
     others = [d for d in range(dx.dim()) if d != dim % dx.dim()]
-    return dx.to(dy.dtype), None if bias is None else dx.sum(others)
+    narrow = dx.to(dy.dtype)
+    dbias = None if bias is None else dx.sum(others).to(bias.dtype)
+    return narrow, dbias, None if residual is None else narrow
+
+
+_BIAS_ACT = Operation(
+    name="bias_act",
+    forward=_forward,
+    pure=_pure,
+    backward=_backward,
+    reads=lambda x, bias, residual, activation, *_: (activation not in spec.MASKED, True, False),
+    flows=lambda *_: (OWN, OWN, FIRST),
+    twice=_twice,
+    pytorch=reference.bias_act,
+    refusal=_refusal,
+    label=lambda x, bias, residual, activation, slope, in_place, dim: _name(
+        activation, bias is not None, residual is not None, dim
+    ),
+    readable=lambda x, bias, residual, *others: (nhwc(x), bias, nhwc(residual), *others),
+    fake=_fake,
+)
 
 
 def bias_act(
@@ -203,84 +232,97 @@ def bias_act(
     Returns:
         A tensor like x.
     """
-    reason = _refusal(x, bias, residual, activation, slope, dim)
-    if reason:
-        fell_back[reason] += 1
-        return reference.bias_act(x, bias, residual, activation, slope, dim=dim)
-    engaged[_name(activation, bias is not None, residual is not None, dim)] += 1
-    result: torch.Tensor = _BiasAct.apply(x, bias, residual, activation, slope, in_place, dim)
-    return result
+    return _BIAS_ACT(x, bias, residual, activation, slope, in_place, dim)
 
 
-class _ScaleAdd(Function):
-    replays = True
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        branch: torch.Tensor,
-        scale: torch.Tensor | None,
-        keep: torch.Tensor | None,
-        residual: torch.Tensor,
-        bias: torch.Tensor | None,
-        result: torch.dtype,
-        twin: bool,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        Function.keep(ctx, None if scale is None else branch, scale, keep, bias)
-        ctx.dtype, ctx.residual = branch.dtype, residual.dtype
-        y, half = cuda.scale_add(
-            branch, _fp32(bias), _fp32(scale), _factors(keep, branch.dtype), residual, result, twin=twin
-        )
-        return y if half is None else (y, half)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        dy, *twin = gradients
-        half = twin[0] if twin else None
-        branch, scale, keep, bias = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            d = dy if half is None else dy + half.to(dy.dtype)
-            return *_differentiable_scale_backward(d, branch, scale, keep, ctx.residual, bias, ctx.dtype), None, None
-        dbranch, dbias, dscale, dresidual = cuda.scale_add_backward(
-            nhwc(dy),
-            None if half is None else nhwc(half),
-            branch,
-            _fp32(bias),
-            _fp32(scale),
-            _factors(keep, ctx.dtype),
-            ctx.dtype,
-            ctx.residual,
-        )
-        return (
-            dbranch,
-            None if dscale is None else dscale.to(scale.dtype).view(scale.shape),
-            None,
-            dresidual,
-            None if dbias is None else dbias.to(bias.dtype),
-            None,
-            None,
-        )
-
-
-def _differentiable_scale_backward(
-    dy: torch.Tensor,
-    branch: torch.Tensor | None,
+def _variant(
+    branch: torch.Tensor,
     scale: torch.Tensor | None,
     keep: torch.Tensor | None,
-    residual: torch.dtype,
+    residual: torch.Tensor,
     bias: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor | None, ...]:
-    """Gradients of branch, scale, keep, residual and bias in differentiable torch ops."""
+    result: torch.dtype | None,
+    twin: bool,
+) -> spec.Scaled:
+    mixed = result is not None and residual.dtype != result
+    return spec.Scaled(scale is not None, keep is not None, bias is not None, mixed, twin)
+
+
+def _scale_forward(
+    branch: torch.Tensor,
+    scale: torch.Tensor | None,
+    keep: torch.Tensor | None,
+    residual: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    result: torch.dtype | None = None,
+    twin: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The sum, and its twin where that is wanted."""
+    factors = _fp32(bias), _fp32(scale), _factors(keep, branch.dtype)
+    return cuda.scale_add(branch, *factors, residual, result or residual.dtype, twin=twin)
+
+
+def _scale_pure(
+    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
+) -> torch.Tensor:
+    return _scale_forward(branch, scale, keep, residual)[0]
+
+
+def _scale_backward(above: tuple[Any, ...], arguments: Arguments, _saved: Saved) -> Gradients:
+    branch, scale, keep, residual, bias, result, _ = arguments
+    dy, half = _above(above, result)
+    dbranch, dbias, dscale, dresidual = cuda.scale_add_backward(
+        nhwc(dy),
+        nhwc(half),
+        None if scale is None else branch,
+        _fp32(bias),
+        _fp32(scale),
+        _factors(keep, branch.dtype),
+        branch.dtype,
+        residual.dtype,
+    )
+    dscale = None if dscale is None else dscale.to(scale.dtype).view(scale.shape)
+    return dbranch, dscale, None, dresidual, None if dbias is None else dbias.to(bias.dtype)
+
+
+def _above(gradients: tuple[Any, ...], result: torch.dtype | None) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The gradients of the sum and of its twin: of the sum alone where nobody used both."""
+    dy, half = gradients if len(gradients) == 2 else (gradients[0], None)
+    return (half.to(result), None) if dy is None and half is not None else (dy, half)
+
+
+def _scale_twice(above: tuple[Any, ...], arguments: Arguments, _saved: Saved) -> Gradients:
+    """In differentiable torch ops."""
+    branch, scale, keep, residual, bias, result, _ = arguments
+    dy, half = _above(above, result)
+    dy = dy if half is None else dy + half.to(dy.dtype)
     g = dy.float() if keep is None else dy.float() * keep.float().reshape(-1, 1, 1, 1)
-    dresidual = dy.to(residual)
-    if scale is None or branch is None:
-        return g.to(dtype), None, None, dresidual, None
+    dresidual = dy.to(residual.dtype)
+    if scale is None:
+        return g.to(branch.dtype), None, None, dresidual, None
     z = branch.float() if bias is None else branch.float() + bias.float().reshape(1, -1, 1, 1)
     dscale = (g * z).sum((0, 2, 3))
     dbranch = g * scale.float().reshape(1, -1, 1, 1)
     dbias = None if bias is None else dbranch.sum((0, 2, 3)).to(bias.dtype)
-    return dbranch.to(dtype), dscale.to(scale.dtype).view(scale.shape), None, dresidual, dbias
+    return dbranch.to(branch.dtype), dscale.to(scale.dtype).view(scale.shape), None, dresidual, dbias
+
+
+_SCALE_ADD = Operation(
+    name="scale_add",
+    family="bias_act",
+    forward=_scale_forward,
+    results=2,
+    pure=_scale_pure,
+    backward=_scale_backward,
+    reads=lambda branch, scale, *_: (scale is not None, True, True, False, True),
+    flows=lambda *_: (OWN, OWN, NONE, ABOVE, OWN),
+    twice=_scale_twice,
+    pytorch=reference.scale_add,
+    refusal=_scale_refusal,
+    label=lambda *arguments: _scale_name(_variant(*arguments)),
+    readable=lambda branch, scale, keep, residual, *others: (nhwc(branch), scale, keep, nhwc(residual), *others),
+    fake=lambda branch, scale, keep, residual: torch.empty_like(residual, memory_format=torch.channels_last),
+)
 
 
 def scale_add(
@@ -306,139 +348,4 @@ def scale_add(
     Returns:
         A new tensor; with `twin` two of them.
     """
-    dtype = residual.dtype if result is None else result
-    mixed = residual.dtype != dtype
-    variant = spec.Scaled(scale is not None, keep is not None, bias is not None, mixed, twin)
-    reason = _scale_refusal(branch, scale, keep, residual, bias, dtype, variant)
-    if reason:
-        fell_back[reason] += 1
-        return reference.scale_add(branch, scale, keep, residual, bias, dtype, twin)
-    engaged[_scale_name(variant)] += 1
-    return _ScaleAdd.apply(branch, scale, keep, residual, bias, dtype, twin)
-
-
-@torch.library.custom_op("advisor::bias_act", mutates_args=())
-def bias_act_op(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `bias_act`, for compiled graphs; the result, and what its backward reads of it: bits, or nothing. CUDA only."""
-    x = nhwc(x)
-    if residual is not None:
-        residual = nhwc(residual)
-    engaged[_name(activation, bias is not None, residual is not None)] += 1
-    y, mask = torch.empty_like(x), cuda.mask_memory(x, activation)
-    cuda.bias_act(x, _fp32(bias), residual, activation, slope, y, mask=mask)
-    return y, x.new_empty(0, dtype=torch.uint8) if mask is None else mask
-
-
-@bias_act_op.register_fake
-def _(
-    x: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = cuda.mask_memory(x, activation)
-    return torch.empty_like(x, memory_format=torch.channels_last), x.new_empty(
-        0, dtype=torch.uint8
-    ) if mask is None else mask
-
-
-@torch.library.custom_op("advisor::bias_act_backward", mutates_args=())
-def bias_act_backward_op(
-    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::bias_act`: dx, which is the residual's too, and dbias fp32 (empty without a bias).
-
-    saved: the bits that it gave out, or its x.
-    """
-    dy = nhwc(dy)
-    if activation not in spec.MASKED:
-        saved = nhwc(saved)
-    dx, dbias = cuda.bias_act_backward(dy, saved, _fp32(bias), activation, slope)
-    return dx, dy.new_empty(0, dtype=torch.float32) if dbias is None else dbias
-
-
-@bias_act_backward_op.register_fake
-def _(
-    dy: torch.Tensor, saved: torch.Tensor, bias: torch.Tensor | None, activation: str, slope: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dbias = dy.new_empty(0 if bias is None else bias.numel(), dtype=torch.float32)
-    return torch.empty_like(dy, memory_format=torch.channels_last), dbias
-
-
-def _bias_act_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    x, bias, residual, activation, slope = inputs
-    _, mask = output
-    ctx.mark_non_differentiable(mask)
-    ctx.save_for_backward(mask if activation in spec.MASKED else x, bias)
-    ctx.activation, ctx.slope, ctx.residual = activation, slope, residual is not None
-
-
-def _bias_act_backward(ctx: Any, dy: torch.Tensor, _: Any) -> tuple[Any, ...]:
-    saved, bias = ctx.saved_tensors
-    dx, dbias = bias_act_backward_op(dy, saved, bias, ctx.activation, ctx.slope)
-    return dx, None if bias is None else dbias.to(bias.dtype), dx if ctx.residual else None, None, None
-
-
-bias_act_op.register_autograd(_bias_act_backward, setup_context=_bias_act_setup)
-
-
-@torch.library.custom_op("advisor::scale_add", mutates_args=())
-def scale_add_op(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    """As `scale_add`, for compiled graphs. CUDA only."""
-    branch = nhwc(branch)
-    residual = nhwc(residual)
-    engaged[spec.Scaled(scale is not None, keep is not None).name] += 1
-    factors = _factors(keep, branch.dtype)
-    return cuda.scale_add(branch, None, _fp32(scale), factors, residual, residual.dtype)[0]
-
-
-@scale_add_op.register_fake
-def _(
-    branch: torch.Tensor, scale: torch.Tensor | None, keep: torch.Tensor | None, residual: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(residual, memory_format=torch.channels_last)
-
-
-@torch.library.custom_op("advisor::scale_add_backward", mutates_args=())
-def scale_add_backward_op(
-    dy: torch.Tensor,
-    branch: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of `advisor::scale_add`: dbranch in `dtype`, and dscale [C] fp32 (empty without a scale)."""
-    dy = nhwc(dy)
-    if branch is not None:
-        branch = nhwc(branch)
-    factors = _factors(keep, dtype)
-    dbranch, _, dscale, _ = cuda.scale_add_backward(dy, None, branch, None, _fp32(scale), factors, dtype, dy.dtype)
-    return dbranch, dy.new_empty(0, dtype=torch.float32) if dscale is None else dscale
-
-
-@scale_add_backward_op.register_fake
-def _(
-    dy: torch.Tensor,
-    branch: torch.Tensor | None,
-    scale: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    dscale = dy.new_empty(0 if scale is None else scale.numel(), dtype=torch.float32)
-    return torch.empty_like(dy, dtype=dtype, memory_format=torch.channels_last), dscale
-
-
-def _scale_add_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    branch, scale, keep, _ = inputs
-    ctx.save_for_backward(None if scale is None else branch, scale, keep)
-    ctx.dtype = branch.dtype
-
-
-def _scale_add_backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-    branch, scale, keep = ctx.saved_tensors
-    dbranch, dscale = scale_add_backward_op(dy, branch, scale, keep, ctx.dtype)
-    return dbranch, None if scale is None else dscale.to(scale.dtype).view(scale.shape), None, dy
-
-
-scale_add_op.register_autograd(_scale_add_backward, setup_context=_scale_add_setup)
+    return _SCALE_ADD(branch, scale, keep, residual, bias, residual.dtype if result is None else result, twin)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 
-from advisor.ops import differentiable, dispatch, nvrtc, storage
+from advisor.ops import dispatch, nvrtc, storage
 from advisor.ops.alignment import aligned, is_nhwc, nhwc
 from advisor.ops.bias_add import cuda, reference, spec
-from advisor.ops.function import Function
-
-engaged, fell_back = dispatch.counters("bias_add")
+from advisor.ops.operation import Arguments, Gradients, Operation
 
 
-def _refusal(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None) -> str:
+def _refusal(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None, _in_place: bool) -> str:
     """Why PyTorch's own operations run; empty when the kernels do."""
     reason = nvrtc.on_device(x)
     if reason:
@@ -38,25 +35,28 @@ def _standing(
     return unsupported, spec.wins(residual=residual, dtype=storage.name(dtype))
 
 
-class _BiasAdd(Function):
-    replays = True
+def _forward(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    y = x if in_place else torch.empty_like(x)
+    cuda.forward(x, aligned(bias.float()), residual, y)
+    return y
 
-    @staticmethod
-    def forward(
-        ctx: Any, x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None, in_place: bool
-    ) -> torch.Tensor:
-        y = x if in_place else torch.empty_like(x)
-        cuda.forward(x, aligned(bias.float()), residual, y)
-        if y is x:
-            ctx.mark_dirty(x)
-        ctx.dtype, ctx.residual = bias.dtype, residual is not None
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        dbias = dy.float().sum((0, 2, 3)) if differentiable.wanted(dy) else cuda.backward(nhwc(dy))
-        return dy, dbias.to(ctx.dtype), dy if ctx.residual else None, None
+def _gradients(dy: torch.Tensor, dbias: torch.Tensor, arguments: Arguments) -> Gradients:
+    _, bias, residual, _ = arguments
+    return dy, dbias.to(bias.dtype), None if residual is None else dy
+
+
+_BIAS_ADD = Operation(
+    name="bias_add",
+    forward=_forward,
+    backward=lambda dy, arguments, _saved: _gradients(dy, cuda.backward(nhwc(dy)), arguments),
+    reads=lambda *_: (False, False, False),
+    twice=lambda dy, arguments, _saved: _gradients(dy, dy.float().sum((0, 2, 3)), arguments),
+    pytorch=lambda x, bias, residual, _in_place: reference.bias_add(x, bias, residual),
+    refusal=_refusal,
+    label=lambda x, bias, residual, in_place: spec.name(residual=residual is not None),
+    compiles=False,
+)
 
 
 def bias_add(
@@ -72,10 +72,4 @@ def bias_add(
     Returns:
         A tensor like x.
     """
-    reason = _refusal(x, bias, residual)
-    if reason:
-        fell_back[reason] += 1
-        return reference.bias_add(x, bias, residual)
-    engaged[spec.name(residual=residual is not None)] += 1
-    result: torch.Tensor = _BiasAdd.apply(x, bias, residual, in_place)
-    return result
+    return _BIAS_ADD(x, bias, residual, in_place)

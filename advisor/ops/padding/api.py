@@ -7,8 +7,8 @@ from functools import lru_cache
 
 import torch
 
-from advisor.ops import alignment, dispatch, nvrtc, storage
-from advisor.ops.operation import Arguments, Gradients, Operation, Saved
+from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved, shape_alone
 from advisor.ops.padding import cuda, reference, spec
 from advisor.ops.padding.spec import Amounts
 
@@ -40,7 +40,8 @@ def _forward(x: torch.Tensor, amounts: Sequence[int], mode: str) -> torch.Tensor
 
 
 def _backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
-    return (cuda.backward(alignment.nhwc(dy), *arguments),)
+    x, *how = arguments
+    return (cuda.backward(alignment.nhwc(dy), x.shape, *how),)
 
 
 _PAD = Operation(
@@ -48,7 +49,8 @@ _PAD = Operation(
     family="padding",
     forward=_forward,
     backward=_backward,
-    shaped=True,
+    reads=shape_alone,
+    twice=lambda dy, arguments, _saved: differentiable.shaped(dy, reference.pad, arguments[0].shape, *arguments[1:]),
     pytorch=reference.pad,
     refusal=_refusal,
     label=lambda x, amounts, mode: mode,

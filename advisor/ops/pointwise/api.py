@@ -147,7 +147,8 @@ class _BatchNormActPointwise(Function):
             del y
         if twice:
             above = given if through is None else through if dy is None else dy + through
-            found = batchnorm_act.differentiable_backward(ctx, above, x, weight, bias, mask)
+            told = ctx.eps, ctx.activation, ctx.slope, ctx.residual
+            found = batchnorm_act.differentiable_backward(above, x, weight, bias, mask, *told)
         elif dz is None:
             dy = alignment.nhwc(given)
             found = batchnorm_cuda.backward(

@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
-from advisor.ops.function import Function
-from advisor.ops.operation import Arguments, Gradients, Operation, Saved
+from advisor.ops import alignment, dispatch, nvrtc, storage
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved, shape_alone
 from advisor.ops.pooling import cuda, spec
 from advisor.ops.pooling.spec import Pair, Window
 
-engaged, fell_back = dispatch.counters("pooling")
 DEAD = 255  # for a position: ReLU gives zero there
 
 
@@ -92,12 +90,12 @@ def _max_forward(
 
 
 def _max_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
-    shape = arguments[0]
+    shape = arguments[0].shape
     return (cuda.max_pool_backward(alignment.nhwc(dy), alignment.nhwc(saved[0]), shape, _window(*arguments)),)
 
 
 def _max_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
-    shape = arguments[0]
+    shape = arguments[0].shape
     return (_to_chosen(dy, flat_indices(saved[0], shape, _window(*arguments)), shape),)
 
 
@@ -111,7 +109,7 @@ _MAX_POOL = Operation(
     family="pooling",
     forward=_max_forward,
     backward=_max_backward,
-    shaped=True,
+    reads=shape_alone,
     twice=_max_twice,
     pytorch=F.max_pool2d,
     refusal=lambda x, *window: _refusal("max_pool", x, _window(x, *window)),
@@ -121,27 +119,45 @@ _MAX_POOL = Operation(
 )
 
 
-class _BiasReluMaxPool(Function):
-    replays = True
+def _bias_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+    return cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
-        y, index = cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
-        Function.keep(ctx, index)
-        ctx.shape, ctx.window, ctx.dtype = tuple(x.shape), window, bias.dtype
-        return y
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        (dy,) = gradients
-        (index,) = Function.kept(ctx)
-        if differentiable.wanted(dy):
-            alive = index != DEAD
-            g = dy.where(alive, 0)
-            at = flat_indices(index, ctx.shape, ctx.window).where(alive, 0)
-            return _to_chosen(g, at, ctx.shape), g.float().sum((0, 2, 3)).to(ctx.dtype), None
-        dx, dbias = cuda.bias_max_pool_backward(alignment.nhwc(dy), index, ctx.shape, ctx.window)
-        return dx, dbias.to(ctx.dtype), None
+def _bias_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, bias, window = arguments
+    dx, dbias = cuda.bias_max_pool_backward(alignment.nhwc(dy), saved[0], x.shape, window)
+    return dx, dbias.to(bias.dtype)
+
+
+def _bias_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
+    x, bias, window = arguments
+    alive = saved[0] != DEAD
+    g = dy.where(alive, 0)
+    at = flat_indices(saved[0], x.shape, window).where(alive, 0)
+    return _to_chosen(g, at, x.shape), g.float().sum((0, 2, 3)).to(bias.dtype)
+
+
+def _bias_refusal(x: torch.Tensor, bias: torch.Tensor, window: Window) -> str:
+    elsewhere = "not all on one device" if bias.device != x.device else ""
+    return _refusal(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere)
+
+
+def _bias_pytorch(x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
+    return F.max_pool2d(F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1)), *window.arguments)
+
+
+_BIAS_RELU_MAX_POOL = Operation(
+    name="bias_relu_max_pool2d",
+    family="pooling",
+    forward=_bias_forward,
+    backward=_bias_backward,
+    reads=lambda *_: (False, False),
+    twice=_bias_twice,
+    pytorch=_bias_pytorch,
+    refusal=_bias_refusal,
+    label=lambda *_: spec.BIAS_RELU,
+    compiles=False,
+)
 
 
 def _avg_forward(
@@ -158,14 +174,14 @@ def _avg_forward(
 
 
 def _avg_backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
-    shape, *window, ceil_mode, count_include_pad, divisor_override = arguments
-    call = _window(shape, *window, (1, 1), ceil_mode), count_include_pad, divisor_override
-    return (cuda.avg_pool_backward(alignment.nhwc(dy), shape, *call),)
+    x, *window, ceil_mode, count_include_pad, divisor_override = arguments
+    call = _window(x, *window, (1, 1), ceil_mode), count_include_pad, divisor_override
+    return (cuda.avg_pool_backward(alignment.nhwc(dy), x.shape, *call),)
 
 
 def _avg_twice(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
-    shape, *call = arguments
-    like = dy.new_zeros(()).expand(shape)  # only its shape is read
+    x, *call = arguments
+    like = dy.new_zeros(()).expand(x.shape)  # only its shape is read
     return (torch.ops.aten.avg_pool2d_backward(dy, like, *call),)
 
 
@@ -174,7 +190,7 @@ _AVG_POOL = Operation(
     family="pooling",
     forward=_avg_forward,
     backward=_avg_backward,
-    shaped=True,
+    reads=shape_alone,
     twice=_avg_twice,
     pytorch=F.avg_pool2d,
     refusal=lambda x, *call: _refusal("avg_pool", x, _window(x, *call[:3], (1, 1), call[3])),
@@ -185,7 +201,7 @@ _AVG_POOL = Operation(
 
 
 def _global_twice(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
-    (shape,) = arguments
+    shape = arguments[0].shape
     return ((dy / (shape[2] * shape[3])).expand(shape),)
 
 
@@ -193,8 +209,8 @@ _GLOBAL_AVG_POOL = Operation(
     name="global_avg_pool2d",
     family="pooling",
     forward=cuda.global_avg_pool_forward,
-    backward=lambda dy, arguments, _saved: (cuda.global_avg_pool_backward(alignment.aligned(dy), *arguments),),
-    shaped=True,
+    backward=lambda dy, arguments, _saved: (cuda.global_avg_pool_backward(alignment.aligned(dy), arguments[0].shape),),
+    reads=shape_alone,
     twice=_global_twice,
     pytorch=lambda x: x.mean((2, 3), keepdim=True),
     refusal=lambda x: _refusal("global_avg_pool", x, None),
@@ -235,16 +251,7 @@ def bias_relu_max_pool2d(
         x: [N, C, H, W], as in `max_pool2d`: what a convolution without its bias gives.
         bias: [C], that convolution's.
     """
-    window = spec.window(kernel, stride, padding, dilation, ceil_mode)
-    elsewhere = "not all on one device" if bias.device != x.device else ""
-    reason = _refusal(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere)
-    if reason:
-        fell_back[reason] += 1
-        z = F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1))
-        return F.max_pool2d(z, kernel, stride, padding, dilation, ceil_mode)
-    engaged[spec.BIAS_RELU] += 1
-    result: torch.Tensor = _BiasReluMaxPool.apply(x, bias, window)
-    return result
+    return _BIAS_RELU_MAX_POOL(x, bias, spec.window(kernel, stride, padding, dilation, ceil_mode))
 
 
 def avg_pool2d(

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
-from advisor.ops.operation import Arguments, Gradients, Operation, Saved
+from advisor.ops.operation import Arguments, Gradients, Operation, Saved, shape_alone
 from advisor.ops.volume_pooling import cuda, reference, spec
 from advisor.ops.volume_pooling.spec import Triple, Window
 
@@ -67,7 +67,7 @@ def _max_forward(
 
 
 def _max_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
-    return (cuda.max_pool3d_backward(_dense(dy), saved[0], arguments[0], _window(*arguments)),)
+    return (cuda.max_pool3d_backward(_dense(dy), saved[0], arguments[0].shape, _window(*arguments)),)
 
 
 def _avg_forward(x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
@@ -75,7 +75,7 @@ def _avg_forward(x: torch.Tensor, kernel: Sequence[int], stride: Sequence[int]) 
 
 
 def _avg_backward(dy: torch.Tensor, arguments: Arguments, _saved: Saved) -> Gradients:
-    return (cuda.avg_pool3d_backward(_dense(dy), arguments[0], _window(*arguments)),)
+    return (cuda.avg_pool3d_backward(_dense(dy), arguments[0].shape, _window(*arguments)),)
 
 
 def _dense(dy: torch.Tensor) -> torch.Tensor:
@@ -87,8 +87,8 @@ _MAX_POOL = Operation(
     family="volume_pooling",
     forward=_max_forward,
     backward=_max_backward,
-    shaped=True,
-    twice=lambda dy, arguments, saved: (_to_chosen(dy, saved[0], arguments[0], _window(*arguments)),),
+    reads=shape_alone,
+    twice=lambda dy, arguments, saved: (_to_chosen(dy, saved[0], arguments[0].shape, _window(*arguments)),),
     pytorch=F.max_pool3d,
     refusal=lambda x, *window: _refusal("max_pool3d", x, _window(x, *window)),
     label=lambda *_: "max_pool3d",
@@ -99,8 +99,10 @@ _AVG_POOL = Operation(
     family="volume_pooling",
     forward=_avg_forward,
     backward=_avg_backward,
-    shaped=True,
-    twice=lambda dy, arguments, _saved: differentiable.shaped(dy, reference.avg_pool3d, *arguments),
+    reads=shape_alone,
+    twice=lambda dy, arguments, _saved: differentiable.shaped(
+        dy, reference.avg_pool3d, arguments[0].shape, *arguments[1:]
+    ),
     pytorch=reference.eager_avg_pool3d,
     refusal=lambda x, *window: _refusal("avg_pool3d", x, _window(x, *window)),
     label=lambda *_: "avg_pool3d",
