@@ -61,7 +61,8 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
     head = f"  {'change':<{name_width}}  {'predicted':>{wide}}  {'measured':>{wider}}  verdict"
     lines.append(page.paint(head, "dim"))
     begun = 1
-    for v in sorted(log.verdicts, key=lambda v: v.round):  # what an earlier round left open is decided at the end
+    shown = sorted(log.verdicts, key=lambda v: v.round)  # what an earlier round left open is decided at the end
+    for v, reason in zip(shown, wording.reasons(shown), strict=True):
         if v.round != begun:
             begun = v.round
             lines += page.wrap(wording.round_headline(log, begun), 2, "bold")
@@ -69,8 +70,7 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
         painted = page.paint(status, *([_STATUS_COLORS[v.status]] if v.status in _STATUS_COLORS else ["dim"]))
         line = f"  {clip(names[id(v)], name_width):<{name_width}}  {predicted[id(v)]:>{wide}}  {measured[id(v)]:>{wider}}  "
         room = page.width - len(line) - 15
-        reason = wording.reason(v)
-        if room >= 40 and len(reason) <= room:
+        if len(reason) <= room:
             lines.append(line + painted + " " * (15 - len(status)) + page.paint(printable(reason), "dim"))
         else:
             lines.append(line + painted)
@@ -84,16 +84,16 @@ def _drawn_trials(page: Page, log: TrialLog) -> list[str]:
     for number in sorted({v.round for v in log.verdicts}):
         if any(v.round > 1 for v in log.verdicts):
             lines += page.wrap(wording.round_headline(log, number), 2, "bold")
+        shown = [v for v in log.verdicts if v.round == number]
         rows = [
             [
                 v.title or v.transform,
                 numbers.gain(v.predicted),
                 numbers.gain(v.gain),
                 page.paint(v.status, _STATUS_COLORS.get(v.status, "dim")),
-                page.paint(printable(wording.reason(v)), "dim"),
+                page.paint(printable(reason), "dim"),
             ]
-            for v in log.verdicts
-            if v.round == number
+            for v, reason in zip(shown, wording.reasons(shown), strict=True)
         ]
         lines += drawn.table(page, ("change", "predicted", "measured", "verdict", "why"), rows, right={1, 2})
     return lines
@@ -137,7 +137,8 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
     lines = [page.heading("All kept changes together", "against the plain script, in fresh runs")]
     if stack.plain_us and stack.stack_us:
         plain, both = (statistics.geometric_mean(t) for t in (stack.plain_us, stack.stack_us))
-        runs = f"({len(stack.plain_us)} and {len(stack.stack_us)} runs)"
+        each = len(stack.plain_us), len(stack.stack_us)
+        runs = f"({counted(each[0], 'run')} each)" if each[0] == each[1] else f"({each[0]} and {each[1]} runs)"
         lines.append(
             f"  Step     {numbers.duration(plain)} plain, {numbers.duration(both)} with the plan  {page.paint(runs, 'dim')}"
         )

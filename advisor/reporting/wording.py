@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
@@ -320,6 +321,21 @@ def reason(verdict: Verdict) -> str:
     if verdict.unmatched and verdict.status != Status.KEPT:  # of what is kept the reports say which places and why
         parts.append(f"{counted(len(verdict.unmatched), 'place')} unchanged")
     return "; ".join(p for p in parts if p)
+
+
+LONG_REASON = 40  # characters from which on it is not repeated
+
+
+def reasons(verdicts: Sequence[Verdict]) -> list[str]:
+    """Why each is what it is, in this order: "as above" in place of a long reason that the verdict before has too."""
+    texts, before = [], ""
+    for verdict in verdicts:
+        text = reason(verdict)
+        if len(before) >= LONG_REASON and verdict.reason == before:
+            text = f"as above{text.removeprefix(before)}"
+        texts.append(text)
+        before = verdict.reason
+    return texts
 
 
 def step_sentence(profile: StepProfile) -> str:

@@ -10,7 +10,7 @@ from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.units import bounds_text
-from advisor.core.verdict import Round, TrialLog
+from advisor.core.verdict import Round, Status, TrialLog, Verdict
 from advisor.reporting import breakdown, html, machine, numbers, terminal, terminal_trials, unexplained, wording
 from advisor.reporting.html import report_html
 from advisor.rules import cards
@@ -331,3 +331,15 @@ def test_the_step_with_its_data_ready_is_an_interval_of_what_was_late_and_how_ex
     assert replace(base, busy_us=78e3).fed_within_us == (78e3, 94e3)
     assert replace(base, input=replace(base.input, late_us=0.0)).fed_within_us == (76e3, 160e3)
     assert replace(base, input=InputStats()).fed_within_us == (0.0, 0.0)
+
+
+def test_a_long_reason_is_told_once_for_changes_tried_as_one():
+    reason = "65 % of the step saved (too few or too noisy for an interval, 3 pairs)"
+    first, second, third = (
+        Verdict(transform=name, status=Status.KEPT, reason=text)
+        for name, text in (("a", reason), ("b", reason), ("c", "faster"))
+    )
+    assert wording.reasons([first, second, second, third]) == [reason, "as above", "as above", "faster"]
+    slow = replace(second, first_step_us=2e6, break_even_steps=9.0)
+    assert wording.reasons([first, slow])[1].startswith("as above; its first step takes 2.00 s longer")
+    assert wording.reasons([third, third]) == ["faster", "faster"]  # as short as "as above"
