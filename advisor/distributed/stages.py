@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import distributed
-from torch.distributed.pipelining import SplitPoint, pipeline
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from advisor.analysis import sharing
@@ -105,6 +104,9 @@ class _Line:
     """The stages for parts of one shape: torch.export has frozen it in."""
 
     def __init__(self, root: torch.nn.Module, names: Sequence[str], example: torch.Tensor, rank: int) -> None:
+        # Here, for it imports Dynamo: every script that advisor starts would take that much longer to begin.
+        from torch.distributed.pipelining import SplitPoint, pipeline
+
         with ForwardStack.without(list(root.modules()), REPLICATED), _unmarked(root, names), warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # of torch's export to itself
             pipe = pipeline(root, (example,), split_spec=dict.fromkeys(names, SplitPoint.BEGINNING))
