@@ -12,7 +12,9 @@ class Status(str, Enum):
     """What became of a change; files, plans and messages have its word."""
 
     KEPT = "kept"
-    UNCONFIRMED = "unconfirmed"  # faster in the running loop, not so in fresh processes beside the plain script
+    UNCONFIRMED = (
+        "unconfirmed"  # kept by the running loop, and not confirmed in fresh processes beside the plain script
+    )
     REVERTED = "reverted"
     INCONCLUSIVE = "inconclusive"
     NOT_APPLICABLE = "not applicable"

@@ -137,8 +137,18 @@ def usable(trials: TrialLog) -> bool:
 
 
 def unconfirmed(trials: TrialLog) -> tuple[Verdict, ...]:
-    """The verdicts on what was faster in the running loop, and not confirmed in fresh runs."""
+    """The verdicts on what the running loop kept, and fresh runs did not confirm."""
     return tuple(v for v in trials.verdicts if v.status == Status.UNCONFIRMED)
+
+
+def _in_the_loop(verdicts: Sequence[Verdict]) -> str:
+    """`2 changes faster in the running loop and 1 that the loop had too little time to measure`: what is unconfirmed."""
+    timed = sum(v.gain is not None for v in verdicts)
+    rest = len(verdicts) - timed
+    parts = [f"{counted(timed, 'change')} faster in the running loop"] if timed else []
+    if rest:
+        parts.append(f"{rest if timed else counted(rest, 'change')} that the loop had too little time to measure")
+    return " and ".join(parts)
 
 
 def headline(profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> str:
@@ -188,16 +198,13 @@ def trials_headline(trials: TrialLog) -> str:
     stack = trials.stack
     open_yet = unconfirmed(trials)
     if trials.fault and not (stack is not None and stack.passed):
-        found = counted(len(open_yet), "change")
-        until_then = (
-            f" Before that: {found} faster in the running loop, not confirmed in fresh runs." if open_yet else ""
-        )
+        until_then = f" Before that: {_in_the_loop(open_yet)}, not confirmed in fresh runs." if open_yet else ""
         return f"A fault in advisor ended the search; the script is not to blame: {trials.fault}.{until_then}"
     if open_yet and count:
-        changes += f", {len(open_yet)} more faster in the running loop but not confirmed in fresh runs"
+        changes += f"; not confirmed in fresh runs: {_in_the_loop(open_yet)}"
     elif open_yet:
         why = f" Fresh runs: {stack.detail}." if stack is not None and stack.detail else ""
-        return f"Not confirmed in fresh runs: {counted(len(open_yet), 'change')} faster in the running loop.{why}"
+        return f"Not confirmed in fresh runs: {_in_the_loop(open_yet)}.{why}"
     if not count:
         return _nothing_kept(trials, declined)
     if stack is None or stack.speedup is None or not stack.passed:

@@ -27,7 +27,7 @@ MAX_BYTES = 1_000_000  # a plan has tens of items; a larger file is something el
 _HEAD = """\
 # A plan of `advisor apply`: what was tried on this training, and what proved faster and right.
 # `advisor run --plan {name} SCRIPT …` applies the items whose status is `kept`, in this order, and trains as usual.
-# One that is `unconfirmed` was faster in the running loop alone; `advisor apply --plan {name}` settles it.
+# One that is `unconfirmed` was kept by the running loop alone; `advisor apply --plan {name}` settles it.
 # To leave an item out, change its status to `skipped`. Checkpoints are those of the plain script, with or without a plan.
 """
 

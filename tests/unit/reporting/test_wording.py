@@ -156,13 +156,27 @@ def test_what_was_faster_in_the_loop_alone_has_a_verdict_and_a_command_of_its_ow
     assert "advisor apply --plan last" in html.report_html(samples.resnet50(), None, log)
 
 
+def test_what_no_block_has_timed_is_not_told_as_faster():
+    log = samples.trials()
+    kept = [v for v in log.verdicts if v.status == "kept"]
+    untimed = tuple(replace(v, status="unconfirmed", gain=None) for v in kept)
+    told = wording.trials_headline(replace(log, verdicts=untimed, stack=replace(log.stack, passed=None)))
+    assert told.startswith(
+        "Not confirmed in fresh runs: 3 changes that the loop had too little time to measure. Fresh runs:"
+    )
+    told = wording.trials_headline(
+        replace(log, verdicts=(replace(kept[0], status="unconfirmed"), *untimed[1:]), stack=None)
+    )
+    assert "1 change faster in the running loop and 2 that the loop had too little time to measure." in told
+
+
 def test_what_is_proved_is_told_before_what_is_not():
     log = samples.trials()
     first, *others = log.verdicts
     log = replace(log, verdicts=(replace(first, status="unconfirmed"), *others))
     told = wording.trials_headline(log)
     assert told.startswith("Proved: 3.10×")
-    assert "1 more faster in the running loop but not confirmed in fresh runs" in told
+    assert "; not confirmed in fresh runs: 1 change faster in the running loop" in told
     assert wording.next_of_trials(log, "advisor").startswith("advisor run train_imagenet.py")
 
 
