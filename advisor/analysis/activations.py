@@ -12,6 +12,9 @@ from dataclasses import dataclass
 
 from advisor.core.held import ACTIVATION, MemoryLook, ModuleCost
 
+NORM_AND_ACTIVATION = (
+    1.7  # of a norm's forward, which reads twice and writes once: with an activation, which reads and writes once
+)
 LEAST_SHARE, MOST_SHARE = 0.002, 0.34  # of all activations, that one module may hold to be worth it, or to be no gain
 
 
@@ -62,10 +65,46 @@ def recompute(look: MemoryLook, wanted_bytes: int) -> Recomputation:
     )
 
 
+def renewed(look: MemoryLook, wanted_bytes: int) -> Recomputation:
+    """The norms whose outputs, made again, save `wanted_bytes`, or as much as all do: the largest first, for each costs by its bytes."""
+    candidates = sorted(
+        (cost for cost in look.modules if cost.renewed_bytes and cost.calls == 1), key=lambda cost: -cost.renewed_bytes
+    )
+    chosen: list[ModuleCost] = []
+    for cost in candidates:
+        chosen.append(cost)
+        if sum(one.renewed_bytes for one in chosen) - chosen[0].renewed_bytes >= wanted_bytes:
+            break
+    saved = sum(one.renewed_bytes for one in chosen) - (
+        chosen[0].renewed_bytes if chosen else 0
+    )  # one is there at a time
+    if saved <= 0:
+        return Recomputation()
+    return Recomputation(
+        modules=tuple(sorted(cost.module for cost in chosen)),
+        saved_bytes=saved,
+        added_us=sum(NORM_AND_ACTIVATION * cost.forward_us for cost in chosen),
+    )
+
+
 def alternatives(look: MemoryLook) -> list[Alternative]:
     """What one GPU would hold, and what a step would take, with modules recomputed. Of several GPUs: sharing.py."""
     peak = look.most_bytes
     found = [Alternative(name="as it is", nbytes=peak, step=(1.0, 1.0))]
+    for share in (0.3, 0.5):
+        plan = renewed(look, int(share * peak))
+        if (
+            plan.modules
+            and look.step_us
+            and f"outputs of {len(plan.modules)} norms again" not in {one.name for one in found}
+        ):
+            more = 1 + plan.added_us / look.step_us
+            found.append(
+                Alternative(
+                    name=f"outputs of {len(plan.modules)} norms again", nbytes=peak - plan.saved_bytes, step=(1.0, more),
+                    note="apply --goal memory",
+                )
+            )  # fmt: skip
     for share in (0.15, 0.3, 0.5):
         plan = recompute(look, int(share * peak))
         if plan.modules and look.step_us:

@@ -50,6 +50,7 @@ DIVIDED = ("resnet18_b256_128px", ("imagenet.py", "--arch", "resnet18", "-b", "2
 COMPARED = 300 - fresh.WARMUP
 # Settings of DistributedDataParallel beside the plan, by what the case is called.
 SENT: dict[str, tuple[str, ...]] = {"": (), "views": ("ddp_bucket_views", "ddp_static_graph")}
+LEAST_EPOCHS = 2  # the first does not count
 STEPS, EPOCHS, RESIDENT = 64, 4, 2048
 _EPOCH = re.compile(r"^=> epoch \d+: loss ([-+.\w]+), ([\d.]+) images/s", re.MULTILINE)
 Say = Callable[[str], None]
@@ -338,7 +339,8 @@ def _trained(
         raise KeyboardInterrupt
     text = said.read_text(errors="replace")
     found = _EPOCH.findall(text)
-    if ended.code or ended.timed_out or not found:
+    # One that was ended at its limit has measured what it has: its first epoch compiles, and may have taken most of the time.
+    if (ended.code or ended.timed_out) and len(found) < LEAST_EPOCHS:
         why = "; ".join(changes.errors) or starting.dead_rank(text) or "it ended without an epoch"
         raise AdvisorError(f"no measurement: {'it took too long' if ended.timed_out else why}", fix=f"Read {said}.")
     return tuple(float(rate) for _, rate in found), tuple(float(loss) for loss, _ in found), changes

@@ -31,6 +31,7 @@ class ModuleCost:
     submodules: int
     calls: int = 1
     weight_bytes: int = 0  # of its parameters, and those below it
+    renewed_bytes: int = 0  # of a norm: of its output, or an activation's behind it, that somebody keeps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

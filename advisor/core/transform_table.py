@@ -261,6 +261,14 @@ _ALL = (
         needs_gpu=False,
     ),
     Row(
+        id="recompute_norms",
+        title="outputs of norms computed again",
+        code="norm_outputs:NormOutputs",
+        stage=Stage.MEMORY,
+        semantics=Semantics.EXACT,
+        needs_gpu=False,
+    ),
+    Row(
         id="expandable_segments",
         title="expandable segments of the allocator",
         code="allocator:ExpandableSegments",

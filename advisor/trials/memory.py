@@ -186,14 +186,15 @@ def sets(look: MemoryLook, limit_bytes: int) -> list[tuple[PlanItem, str]]:
         short = look.most_bytes - limit_bytes
         wanted = [short, int(1.3 * short), look.most_bytes] if short > 0 else []
     found: list[tuple[PlanItem, str]] = []
-    for nbytes in wanted:
-        plan = activations.recompute(look, nbytes)
+    ways = {"recompute_norms": activations.renewed, "checkpoint_activations": activations.recompute}
+    for name, nbytes in ((name, nbytes) for name in ways for nbytes in wanted):
+        plan = ways[name](look, nbytes)
         modules = ",".join(plan.modules)
         if not modules or any(item.parameters["modules"] == modules for item, _ in found):
             continue
         told = f", {len(plan.modules)} modules: {bytes_text(plan.saved_bytes)} and {time_text(plan.added_us)} predicted"
         item = PlanItem(
-            transform="checkpoint_activations",
+            transform=name,
             status=Status.KEPT,
             parameters={"modules": modules},
             semantics="exact",

@@ -32,9 +32,9 @@ def test_a_step_is_made_to_hold_less_and_its_plan_trains(tmp_path: Path) -> None
     found = advisor(tmp_path, "apply", "--auto", "--goal", "memory", "--max-cost", "99%", "-o", "run", "train.py")
     assert found.returncode == 0, found.stderr
     (item,) = yaml.safe_load((tmp_path / "plan.yaml").read_text())["items"]
-    assert (item["transform"], item["status"]) == ("checkpoint_activations", "kept")
+    assert (item["transform"], item["status"]) == ("recompute_norms", "kept")
     (verdict,) = json.loads((tmp_path / "run" / "trials.json").read_text())["verdicts"]
     assert verdict["memory_delta_bytes"] < 0
     trained = advisor(tmp_path, "run", "--plan", "plan.yaml", "train.py")
     assert trained.returncode == 0
-    assert "training with checkpoint_activations" in trained.stderr
+    assert "training with recompute_norms" in trained.stderr

@@ -24,6 +24,10 @@ from advisor.loop.stop import stop
 from advisor.loop.training import StepEvent, Training
 from advisor.profiling.inside.course import GRADIENT, Course, Kept
 
+# Whose outputs transforms/norm_outputs.py makes again.
+_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.GroupNorm)
+_ACTIVATIONS = (torch.nn.ReLU, torch.nn.SiLU, torch.nn.GELU)
+
 
 class Look:
     """Watches a step's forwards; `begin` and `end` at its boundaries."""
@@ -46,6 +50,9 @@ class Look:
         self._course: Course | None = None
         self._found: MemoryCourse | None = None
         self._inputs: dict[str, int] = {}
+        self._made: dict[int, str] = {}  # by its storage, what a norm, or an activation behind it, has made
+        self._renewed: dict[str, int] = {}
+        self._early: dict[int, int] = {}
         self._calls: dict[str, int] = {}
         self._spans: list[tuple[str, Any, Any]] = []
         self._open: list[Any] = []
@@ -138,6 +145,20 @@ class Look:
     def _leaves(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if self._inside and self._inside[-1] is module:
             self._inside.pop()
+        name = self._names.get(id(module))
+        if name is None or not isinstance(output, torch.Tensor) or output.layout is not torch.strided:
+            return
+        made = output.untyped_storage().data_ptr()
+        if isinstance(module, _NORMS):
+            self._made[made] = name
+        elif isinstance(module, _ACTIVATIONS) and args and isinstance(args[0], torch.Tensor):
+            norm = self._made.get(args[0].untyped_storage().data_ptr(), "")
+            if norm and made not in self._made:
+                self._made[made] = norm
+                # It has kept its output before anybody knew whose that is.
+                self._renewed[norm] = self._renewed.get(norm, 0) + self._early.pop(made, 0)
+        else:
+            self._made.pop(made, None)
 
     def _kept(self, tensor: torch.Tensor) -> Kept:
         course, address = self._course, 0
@@ -148,6 +169,10 @@ class Look:
                 around = tuple(name for module in self._inside if (name := self._names.get(id(module))))
                 if course.keeps(address, whole.nbytes(), around[-1] if around else ""):
                     self._held.append((whole.nbytes(), around, user_line()))
+                    if (norm := self._made.get(address)) is not None:
+                        self._renewed[norm] = self._renewed.get(norm, 0) + whole.nbytes()
+                    else:
+                        self._early[address] = whole.nbytes()
         return Kept(tensor.detach(), address, course.drops if course is not None else _nothing)
 
     def _given(self, kept: Kept) -> torch.Tensor:
@@ -235,6 +260,7 @@ class Look:
                 submodules=children.get(name, 0),
                 calls=calls,
                 weight_bytes=weights.get(name, 0),
+                renewed_bytes=self._renewed.get(name, 0),
             )
 
     def _lasting(self) -> Iterator[HeldRow]:

@@ -50,3 +50,16 @@ def test_what_others_would_hold_and_how_large_a_batch_fits() -> None:
     assert "net.py:3" in page
     assert "does not fit" in page
     assert "about 22 samples" in page
+
+
+def test_norms_are_made_again_from_the_largest_on_and_one_is_there_at_a_time() -> None:
+    norms = [
+        ModuleCost(
+            module=f"Net.n{size}", forward_us=10, held_bytes=0, input_bytes=size, submodules=0, renewed_bytes=size
+        )
+        for size in (50, 200, 100)
+    ]
+    found = activations.renewed(look(*norms), 90)
+    assert (found.modules, found.saved_bytes) == (("Net.n100", "Net.n200"), 100)
+    assert activations.renewed(look(*norms), 10**6).saved_bytes == 150
+    assert activations.renewed(look(*BLOCKS), 90) == activations.Recomputation()

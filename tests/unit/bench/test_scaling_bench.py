@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -123,6 +124,17 @@ def test_a_case_that_ends_early_is_told_and_the_rest_goes_on(
     assert code == ExitCode.INCONCLUSIVE
     assert list(rows(tmp_path)) == ["resnet50_b256 parts x2"]
     assert any("views" in line and "no measurement" in line for line in said)
+
+
+def test_what_an_ended_case_has_measured_by_then_counts(
+    launched: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = scaling.launch
+    monkeypatch.setattr(
+        scaling, "launch", lambda *a, **k: dataclasses.replace(plain(*a, **k), code=137, timed_out=True)
+    )
+    code = scaling.run(pattern="resnet50_b256 parts x2", out=None, limit_s=60.0, runs=None, say=lambda _: None)
+    assert (code, rows(tmp_path)["resnet50_b256 parts x2"]["images_per_s"]) == (ExitCode.OK, 160.0)
 
 
 def test_without_a_gpu_it_says_so() -> None:
