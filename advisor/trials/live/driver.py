@@ -37,7 +37,7 @@ from advisor.trials.live.beside import MODES, CompiledBeside
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.members import each_hidden, each_kept, of_member
-from advisor.trials.live.switch import OtherModel, Unclean, first_line
+from advisor.trials.live.switch import OtherModel, Unclean, without_advice
 from advisor.trials.live.trial import Trial
 from advisor.trials.live.turns import Turn, Turns
 from advisor.trials.records import InTrial
@@ -274,7 +274,7 @@ class SearchDriver:
         try:
             self.kept.follow()
         except Exception as problem:
-            why = f"not on again in the script's next model: {first_line(problem)}"
+            why = f"not on again in the script's next model: {without_advice(problem)}"
             self._conclude(trial.verdict(Status.FAILED, why))
             return False
         self.loop.traced = None

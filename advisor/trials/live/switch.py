@@ -68,12 +68,12 @@ class Switch:
             try:
                 rival.undo = rival.transform.apply(self.training, rival.parameters)
             except Exception as error:
-                lost = lost or f"{rival.transform.id} could not be put back on: {first_line(error)}"
+                lost = lost or f"{rival.transform.id} could not be put back on: {without_advice(error)}"
         if lost:
             raise Unclean(lost)
 
 
-def first_line(error: BaseException) -> str:
+def without_advice(error: BaseException) -> str:
     """What an error says, without the advice behind it."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
@@ -82,6 +82,6 @@ def _take_back(standing: Standing) -> None:
     try:
         standing.undo.run()
     except Exception as error:
-        told = f"{standing.transform.id} could not be taken back: {first_line(error)}"
+        told = f"{standing.transform.id} could not be taken back: {without_advice(error)}"
         say(told)
         raise Unclean(told) from error

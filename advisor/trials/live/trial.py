@@ -28,7 +28,7 @@ from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.precision import bf16_serves, computes_in, precision_of
-from advisor.trials.live.switch import OtherModel, Switch, Unclean, first_line
+from advisor.trials.live.switch import OtherModel, Switch, Unclean, without_advice
 from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
 from advisor.trials.numerics.gate import Gate
@@ -104,16 +104,16 @@ class Trial:
                 last.status if last.status == Status.REVERTED else Status.INCONCLUSIVE, last.reason, last
             )
         except torch.cuda.OutOfMemoryError as error:
-            return self.verdict(Status.FAILED, f"out of memory: {first_line(error)}")
+            return self.verdict(Status.FAILED, f"out of memory: {without_advice(error)}")
         except Exception as error:
             lost = bool(unusable(str(self.loop.training.device)))
             if lost:
                 raise Unclean(
-                    f"it left the GPU in an error state, so the process had to end: {first_line(error)}"
+                    f"it left the GPU in an error state, so the process had to end: {without_advice(error)}"
                 ) from error
             if isinstance(error, (Unclean, OtherModel)):
                 raise
-            return self.verdict(Status.FAILED, f"{type(error).__name__}: {first_line(error)}")
+            return self.verdict(Status.FAILED, f"{type(error).__name__}: {without_advice(error)}")
         finally:
             self.loop.spent.enter(spent.UNDO)
             self._gate.release()
