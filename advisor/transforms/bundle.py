@@ -71,6 +71,10 @@ class Bundle(Transform):
     def warming(self, training: Training) -> bool:
         return any(m.warming(training) for m in self.members)
 
+    def effects(self, training: Training) -> dict[str, Check]:
+        """Each member's own, by its name, as the live state shows it."""
+        return {member.id: member.effect(training, None, None) for member in self.members}
+
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
         """Of any of them: a member that finds no place changes nothing for the others."""
         found = {m.id: m.effect(training, before, after) for m in self.members}

@@ -38,8 +38,9 @@ from advisor.transforms.cpu_affinity import BoundCores
 from advisor.transforms.loader import is_stream, probe
 from advisor.transforms.patch import all_or_nothing, replace_attribute
 
-# More workers than this seldom help one GPU, and each costs memory; torch warns above the number of cores.
-_MOST_WORKERS = 8
+# More workers than this seldom help one GPU, and each costs memory; torch warns above the number of cores. A script whose own workers are
+# not enough may need more: of a 3-D ResNet whose six are starved, eight make batches only a third faster. So as many times its own as well.
+_MOST_WORKERS, _TIMES_ITS_OWN = 8, 2
 _PREFETCH = 2  # torch's default
 _SETTINGS = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers")
 
@@ -50,10 +51,10 @@ class LoaderWorkers(Transform):
     id = "loader_workers"
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        wanted = workers_wanted(parameters)
         sites, unmatched, notes = [], [], []
         for index, loader in enumerate(training.loaders):
             name = f"{type(loader.dataset).__name__}, loader {index + 1}"
+            wanted = workers_wanted(parameters, loader.num_workers)
             why_not = _why_not(loader, wanted, parameters)
             if why_not:
                 unmatched.append(f"{name}: {why_not}")
@@ -67,14 +68,13 @@ class LoaderWorkers(Transform):
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         """May be applied before the script has built its loaders.
 
-        Parameters: `workers` (default: cores this process may use less one, at most 8), `prefetch_factor`, `persistent`
-        ("true" keeps workers over epochs, for datasets that do not change).
+        Parameters: `workers` (default: cores this process may use less one, at most 8 or twice the loader's own), `prefetch_factor`,
+        `persistent` ("true" keeps workers over epochs, for datasets that do not change).
         """
-        wanted = workers_wanted(parameters)
         plain = DataLoader.__iter__
         # Loader → its own settings: weakly, for a script may make one an epoch, each with its data set and workers.
         raised: WeakKeyDictionary[DataLoader[Any], dict[str, Any]] = WeakKeyDictionary()
-        threads = _Threads(wanted) if training.device.type == "cpu" else None
+        threads = _Threads() if training.device.type == "cpu" else None
 
         @functools.wraps(plain)
         def iterate(self: DataLoader[Any]) -> Any:
@@ -82,12 +82,13 @@ class LoaderWorkers(Transform):
             if had:  # asked anew: the script may have opened a file since
                 _lower_workers(self, raised.pop(self))
             if torch.is_grad_enabled():
+                wanted = workers_wanted(parameters, self.num_workers)
                 why_not = _why_not(self, wanted, parameters)
                 if not why_not:
                     raised[self] = {name: getattr(self, name) for name in _SETTINGS}
                     _raise_workers(self, wanted, parameters, training.device)
                     if threads is not None:
-                        threads.give_up()
+                        threads.give_up(wanted)
                 elif had:
                     say(f"loader_workers: {type(self.dataset).__name__} goes on as the script has it: {why_not}")
             return plain(self)
@@ -122,11 +123,11 @@ class LoaderWorkers(Transform):
         return Check(passed=None if not workers else False, detail="no loader has been given workers yet")
 
 
-def workers_wanted(parameters: Mapping[str, str]) -> int:
-    """As many as the change names; else this rank's share of the cores it may use, less one for the loop."""
+def workers_wanted(parameters: Mapping[str, str], own: int = 0) -> int:
+    """As many as the change names; else this rank's share of the cores it may use, less one for the loop. `own`: that the loader has."""
     if "workers" in parameters:
         return int(parameters["workers"])
-    return max(1, min(_cores() - 1, _MOST_WORKERS))
+    return max(1, min(_cores() - 1, max(_MOST_WORKERS, _TIMES_ITS_OWN * own)))
 
 
 def _cores() -> int:
@@ -140,11 +141,11 @@ def _cores() -> int:
 class _Threads:
     """The threads of torch's operators, less those whose cores the workers take."""
 
-    def __init__(self, workers: int) -> None:
-        self._left = max(1, _cores() - workers)
-        self._before = 0  # 0: none was given up
+    def __init__(self) -> None:
+        self._left = self._before = 0  # 0: none was given up
 
-    def give_up(self) -> None:
+    def give_up(self, workers: int) -> None:
+        self._left = max(1, _cores() - workers)
         now = torch.get_num_threads()
         if now > self._left:
             self._before = now

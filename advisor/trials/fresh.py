@@ -106,10 +106,11 @@ class FreshRuns:
 
 
 def kernel_steps(profile: StepProfile | None) -> int:
-    """Of how many steps fresh runs tell the kernels' time: 0 where the step is bound by its device, and its own time tells all."""
+    """Of how many steps fresh runs tell the kernels' time: 0 where the step is bound by its device, or waits for nothing but its loader, as
+    the device's time between those waits tells all then."""
     step = profile.step_us or profile.wall_us if profile is not None else None
     mean_us = fmean(step.raw or (step.median,)) if step is not None else 0.0
-    if profile is None or not 0 < profile.busy_us < (1 - WAITS_FRAC) * mean_us:
+    if profile is None or not 0 < profile.busy_us < (1 - WAITS_FRAC) * (mean_us - profile.input.next_us):
         return 0
     return KERNEL_STEPS if mean_us <= KERNEL_MOST_S * 1e6 else 0
 

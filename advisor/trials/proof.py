@@ -133,7 +133,9 @@ def judge(
     found = ratio(plain, stack, flow=flow)
     low, point, high = found.bounds or (None, None, None)
     between = bounds_text(found.bounds[0], found.bounds[2]) if found.bounds else ""
-    waits = waits_for(plain, stack) if not flow else ""
+    # What feeds the loop is judged by the step; what shortens the device's work beside it, by that.
+    fed_only = flow and all(item.transform in planner.RESTARTED for item in kept)
+    waits = waits_for(plain, stack) if not fed_only else ""
     own = ratio(plain, stack, flow=False, device=True).bounds if waits else None
     check = _trained_alike(plain, stack, kept)
     # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
@@ -184,7 +186,10 @@ def waits_for(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> str
     def wait(own: Callable[[Measurement], Sequence[float]], *kinds: Sequence[Measurement]) -> bool:
         seen = all(own(m) and min(own(m)) > 0 for m in (*plain, *stack))
         # Of means: behind workers that deliver several batches at once most steps do not wait, and few wait for long.
-        return seen and any(all(fmean(own(m)) < (1 - WAITS_FRAC) * fmean(m.step_us) for m in runs) for runs in kinds)
+        return seen and any(runs and waited(runs, own) for runs in kinds)
+
+    def waited(runs: Sequence[Measurement], own: Callable[[Measurement], Sequence[float]]) -> bool:
+        return sum(fmean(own(m)) for m in runs) < (1 - WAITS_FRAC) * sum(fmean(m.step_us) for m in runs)
 
     if wait(lambda m: m.device_us, plain, stack):
         return LOADER

@@ -224,6 +224,14 @@ def revise_kept(run_dir: Path, transform: str, **changes: Any) -> None:
             save_verdict(run_dir, dataclasses.replace(verdict, **changes))
 
 
+def replace_kept(run_dir: Path, transform: str, by: str) -> None:
+    """The verdicts that keep this transform say from now on that another one is in its place."""
+    for old in verdicts(run_dir):
+        if old.transform == transform and old.status == Status.KEPT:
+            reason = f"replaced by {by}, which is faster; before that: {old.reason}"
+            save_verdict(run_dir, dataclasses.replace(old, status=Status.REVERTED, reason=reason))
+
+
 def kept_items(run_dir: Path) -> tuple[PlanItem, ...]:
     """What is kept so far, in the order of trial."""
     return tuple(

@@ -23,7 +23,7 @@ from advisor.core.verdict import Status, TrialLog
 from advisor.loop.session import Session
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.relay import Relay
-from advisor.trials import earlier, fresh, outcome, planfile, planner, proved_before, records, statistics
+from advisor.trials import earlier, feeding, fresh, outcome, planfile, planner, proved_before, records, statistics
 from advisor.trials.budget import CHEAP_SHARE, Budget
 from advisor.trials.choosing import Ask, CandidateChooser
 from advisor.trials.fresh import FreshRuns
@@ -85,6 +85,7 @@ def begin(
     stack = StackTrial(script, runs, budget, options.min_gain)
     search = Search(
         processes=processes,
+        options=options,
         choose=choose,
         rounds=Rounds(processes, choose, recommend),
         stack=stack,
@@ -134,6 +135,7 @@ class Search:
     """
 
     processes: SearchProcesses
+    options: SearchOptions
     choose: CandidateChooser
     rounds: Rounds
     stack: StackTrial
@@ -228,19 +230,39 @@ class Search:
             self.proved = self.parts.leave_one_out(self.proved)
 
     def prove_at_once(self) -> None:
-        """What was tried as one is compared with the plain script before anything else is tried, and so is what feeds it."""
+        """What was tried as one is compared with the plain script before anything else is tried, with what feeds it, where it waits for that."""
         self.processes.on_whole = None
+        fed = self._feed()
         self.proved = self.stack.prove(quick=True)
         if self.proved is None or not self.proved.holds:
             return
         self._note_proof()
         self._save_proved()
-        feeding = [c for c in self.processes.on_top if c.transform in planner.RESTARTED]
-        if feeding and not self.script.over:
+        feeds = [c for c in self.processes.on_top if c.transform in planner.RESTARTED and c is not fed]
+        if feeds and not self.script.over:
             before = self.proved = self.stack.with_plain(self.proved)
-            self.proved = self.parts.add_on_top(self.proved, feeding)
+            self.proved = self.parts.add_on_top(self.proved, feeds)
             if self.proved is not before:
                 self._save_proved()
+
+    def _feed(self) -> Recommendation | None:
+        """More workers go with what was kept as one into its first proof, where the step waits for its loader: else the clock on the wall
+        tells the loader's noise, and no gain. What does not hold with them is proved without them.
+        """
+        run_dir = self.script.run_dir
+        if not feeding.waits(records.verdicts(run_dir), self.profile):
+            return None
+        asked = next((c for c in self.processes.on_top if c.transform == feeding.WORKERS), None)
+        if asked is None:
+            asked = feeding.more_workers()
+            if any(c.transform == asked.transform for c in self.rounds.known):  # and it does not apply, or was declined
+                return None
+            if not (self.options.wants(asked) and self.choose([asked])):
+                return None
+            self.rounds.known += (asked,)
+        if records.untried(run_dir, [asked]):
+            records.save_verdict(run_dir, records.verdict_on(asked, Status.KEPT, f"{feeding.WHY}; fresh runs decide"))
+        return asked
 
     def _note_proof(self) -> None:
         """Something is proved by now, if it holds: the first time counts."""

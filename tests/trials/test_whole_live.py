@@ -116,7 +116,7 @@ def test_what_noise_hides_is_left_to_fresh_processes_where_it_looks_faster(tmp_p
 
 @pytest.mark.parametrize(
     ("change", "limit_s", "pairs"),
-    [(HalfInLayout, 9.5, 0), (HalfInLayout, 14.0, 1), (Slower, 22.0, 0), (Slower, 32.0, 1)],
+    [(HalfInLayout, 5.0, 0), (HalfInLayout, 9.5, 0), (HalfInLayout, 14.0, 1), (Slower, 22.0, 0), (Slower, 32.0, 1)],
 )
 def test_a_whole_whose_trial_ends_before_its_pairs_is_left_to_fresh_processes_unless_it_was_seen_slower(
     tmp_path, monkeypatch, change, limit_s, pairs

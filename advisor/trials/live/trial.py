@@ -96,13 +96,13 @@ class Trial:
         try:
             return (yield from self._course())
         except OutOfTime as late:
-            last = self.times.last_look(str(late), self.loop.session.min_gain, self.loop.session.max_pairs)
-            last = self._for_fresh_runs(last)
+            self._see_effect_late()
+            session = self.loop.session
+            last = self._for_fresh_runs(self.times.last_look(str(late), session.min_gain, session.max_pairs))
             if last.status == Status.KEPT and self.switch is not None:
                 return self._keep(self.switch, None, last)
-            return self.verdict(
-                last.status if last.status == Status.REVERTED else Status.INCONCLUSIVE, last.reason, last
-            )
+            status = Status.REVERTED if last.status == Status.REVERTED else Status.INCONCLUSIVE
+            return self.verdict(status, last.reason, last)
         except torch.cuda.OutOfMemoryError as error:
             return self.verdict(Status.FAILED, f"out of memory: {without_advice(error)}")
         except Exception as error:
@@ -176,7 +176,7 @@ class Trial:
         self._sites = transform.sites(loop.training) or self._sites
         if isinstance(transform, Bundle):
             # Now, with steps behind them: what is counted begins anew wherever a change is switched on.
-            self.effects = {m.id: m.effect(loop.training, None, None) for m in transform.members}
+            self.effects = transform.effects(loop.training)
             yield from self._drop_idle(transform, switch)
         after: StepProfile | None = None
         if not self._proved:
@@ -354,7 +354,8 @@ class Trial:
         """What blocks have left open, as fresh processes are to take it up: kept where it looks faster, or where nothing was timed (an
         evaluation in between took the trial's time, or epochs are too short for a block); as it was where the check or the effect is missing.
         """
-        proved = self._numerics is not None and self._numerics.passed and self._effect is not None
+        effect = self._effect is not None and self._effect.passed is not False
+        proved = effect and self._numerics is not None and self._numerics.passed
         if not (self.provisional and proved and decision.status in (Status.MORE, Status.INCONCLUSIVE)):
             return decision
         # Where the host's noise hides it, fresh processes have the kernels' time beside the step's.
@@ -362,6 +363,12 @@ class Trial:
         if decision.point > least if decision.point is not None else not self._seen_slower():
             return dataclasses.replace(decision, status=Status.KEPT, reason=f"{decision.reason}; fresh runs decide")
         return dataclasses.replace(decision, status=Status.INCONCLUSIVE)  # there will be no more pairs
+
+    def _see_effect_late(self) -> None:
+        """Of what was found right and had no time left to settle: whether it is in effect, as the live state says."""
+        if self.provisional and self._numerics and self._effect is None and isinstance(self.transform, Bundle):
+            self.effects = self.transform.effects(self.loop.training)
+            self._effect = self.transform.effect(self.loop.training, None, None)
 
     def _seen_slower(self) -> bool:
         """Whether what was seen of it without a verdict of blocks, one pair or the steps of its warm-up, speaks against fresh processes."""
@@ -374,11 +381,7 @@ class Trial:
         assert switch.standing is not None  # it was switched on by the caller
         for rival in switch.rivals:
             self.loop.kept.standing.remove(rival)
-            for old in self.loop.verdicts():
-                if old.transform == rival.transform.id and old.status == Status.KEPT:
-                    reason = f"replaced by {self.candidate.transform}, which is faster; before that: {old.reason}"
-                    old = dataclasses.replace(old, status=Status.REVERTED, reason=reason)
-                    records.save_verdict(self.loop.session.folder, old)
+            records.replace_kept(self.loop.session.folder, rival.transform.id, by=self.candidate.transform)
         self.loop.kept.standing.append(switch.standing)
 
     def _take_back(self) -> None:

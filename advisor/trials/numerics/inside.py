@@ -20,6 +20,7 @@ from advisor.trials.numerics import layers, operations
 from advisor.trials.numerics.appeal import more_noise
 from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
+from advisor.trials.numerics.layout import many_taps_in_nchw
 from advisor.trials.numerics.plain import PlainStep, observe
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER
 from advisor.trials.numerics.room import fewer, free_bytes
@@ -202,7 +203,7 @@ def _looked_at(
     plain: PlainStep, modules: dict[str, torch.nn.Module], on: Callable[[], None], off: Callable[[], None]
 ) -> tuple[dict[str, layers.Told], Seen, float, list[str]]:
     """What is told of each of these, what was seen of them, and what `layers.arrived` says; leaves the change on."""
-    with bare(plain), untuned():
+    with bare(plain), untuned(), many_taps_in_nchw(plain.call.root.module):
         seen = observed(plain, modules, plain.lift)
     off()
     plain.saved.restore()

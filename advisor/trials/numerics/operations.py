@@ -234,7 +234,7 @@ def _leaves(plain: PlainStep, call: Operation, seed: int) -> Iterator[Any]:
         if not isinstance(value, torch.Tensor):
             yield value
             continue
-        there = moved(value, EPSILON[plain.target_class] if seed else 0.0, generator)
+        there = moved(plain.laid_out(value), EPSILON[plain.target_class] if seed else 0.0, generator)
         yield there.detach().clone().requires_grad_(place in call.back)
 
 

@@ -14,6 +14,7 @@ import torch
 
 from advisor.core.findings import Semantics
 from advisor.trials.numerics.distance import Distance, distance
+from advisor.trials.numerics.layout import in_nhwc, nchw
 from advisor.trials.numerics.precision import EPSILON, coarser, compute_class
 from advisor.trials.numerics.replay import ReplayedCall, Result, Variation, finite, replay
 from advisor.trials.numerics.state import SavedState
@@ -21,7 +22,7 @@ from advisor.trials.numerics.state import SavedState
 _REPEATS = 3
 # A step that takes longer than this is replayed less often: of RepLKNet-31B in fp32 (2.6 s a step on an H200) the plain step's noise alone took
 # 40 s. A bound from fewer draws is nearer, and what is beyond it is judged layer by layer.
-LONG_S = 0.5
+LONG_S = 0.4
 _FEW_REPEATS, _FEW_DRAWS, _FEW_ROLLED = 2, 2, 1
 # Draws of a model with random layers, each also with the rows in another order. What a few draws of dropout leave of a deep layer's
 # gradient has a heavy tail: of a small VGG in training two draws and a factor of 1.5 refused 30 % of right changes, these and
@@ -47,6 +48,7 @@ class PlainStep:
     random: bool = False  # whether they matter to any
     looked_closer: bool = False  # whether `noise` has what appeal.py adds to it
     unusable: str = ""
+    nhwc: bool = True  # whether any of its images, or of the filters that they meet, is in channels_last
     lift: float = 1.0  # of output gradients with the change on, below one where it overflows
 
     def differs(self, other: Distance) -> bool:
@@ -55,6 +57,10 @@ class PlainStep:
             bool(other.broken)
             or other.largest > 2.0 * max(d.largest for d in self.repeats) + EPSILON[self.target_class]
         )
+
+    def laid_out(self, value: torch.Tensor) -> torch.Tensor:
+        """The value of a step with a change on, as plain layers of this step have it."""
+        return value if self.nhwc else nchw(value)
 
     def again(
         self,
@@ -83,6 +89,7 @@ def observe(call: ReplayedCall, saved: SavedState, semantics: Semantics, precisi
     target_class = coarser(precision, script_class) if semantics is Semantics.PRECISION else script_class
     base, drew = replay(call, saved), saved.drew()
     plain = PlainStep(call, saved, base, _in_another_order(call, saved), target_class)
+    plain.nhwc = in_nhwc(call.args, call.kwargs, *call.root.module.parameters())
     if not finite(plain.base):
         plain.unusable = "the plain step has NaN or infinite gradients itself"
         return plain

@@ -99,16 +99,15 @@ class Rerun:
         self, call: SeenCall, autocast: tuple[bool, torch.dtype], epsilon: float, generator: torch.Generator
     ) -> tuple[list[Any], torch.Tensor]:
         enabled, dtype = autocast
-        inputs = [
-            _input(value, place in call.learns, enabled, epsilon, generator) for place, value in enumerate(call.inputs)
-        ]
+        given = [self.plain.laid_out(v) if isinstance(v, torch.Tensor) else v for v in call.inputs]
+        inputs = [_input(value, place in call.learns, enabled, epsilon, generator) for place, value in enumerate(given)]
         keywords = _inner(call.keywords, enabled, epsilon, generator)
         if inputs and isinstance(inputs[0], torch.Tensor) and not self._is_conv:
             inputs[0] = self._with_bias(inputs[0].detach()).requires_grad_(inputs[0].requires_grad)
         with torch.enable_grad(), torch.autocast(self.plain.saved.device.type, dtype=dtype, enabled=enabled):
             # A layer may work in place on what it is given, which no leaf nor view of one allows.
-            given = (v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in inputs)
-            output: torch.Tensor = self.module(*given, **keywords)
+            copies = (v.clone() if isinstance(v, torch.Tensor) and v.requires_grad else v for v in inputs)
+            output: torch.Tensor = self.module(*copies, **keywords)
         if call.gradient is not None and output.requires_grad:
             torch.autograd.backward([output], [moved(call.gradient.to(output.dtype), epsilon, generator)])
         return inputs, output

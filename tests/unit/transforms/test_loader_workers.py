@@ -174,8 +174,9 @@ def test_threads_that_the_script_sets_in_between_stay(loop, monkeypatch) -> None
 def test_default_workers_leave_a_core_and_share_a_node(monkeypatch) -> None:
     monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: set(range(64)))
     assert loader_workers.workers_wanted({}) == 8
+    assert [loader_workers.workers_wanted({}, own) for own in (2, 6, 40)] == [8, 12, 63]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "16")
-    assert loader_workers.workers_wanted({}) == 3
+    assert loader_workers.workers_wanted({}, 6) == 3
     monkeypatch.setattr(loader_workers.os, "sched_getaffinity", lambda pid: {0})
     assert loader_workers.workers_wanted({}) == 1
 

@@ -3,9 +3,12 @@
 import random
 from dataclasses import replace
 
+from advisor.core.plan import PlanItem
+from advisor.core.verdict import Status
 from advisor.trials import proof
 from advisor.trials.records import Measurement
 
+STILL_WAITING = (100_000.0, 40_000.0), (99_000.0, 20_000.0)  # step and device, of the plain script and with a plan
 LOSSES = tuple(1.0 / (1 + i) for i in range(30))
 
 
@@ -73,6 +76,22 @@ def test_a_plan_that_leaves_the_step_waiting_for_its_loader_is_judged_by_the_dev
 
 def test_a_change_of_the_loader_is_judged_by_the_step():
     assert judged((100_000.0, 40_000.0), (99_000.0, 20_000.0), flow=True).device_speedup is None
+
+
+def test_beside_a_change_of_the_loader_the_others_are_judged_by_the_device_too():
+    arms = [[run(*us, noise=0.3, seed=10 * kind + i) for i in range(2)] for kind, us in enumerate(STILL_WAITING)]
+    kept = [PlanItem(transform=name, status=Status.KEPT) for name in ("channels_last", "loader_workers")]
+    found = proof.judge(*arms, kept, flow=True)
+    assert found.passed is True
+    assert "waits for its loader" in found.detail
+    assert proof.judge(*arms, kept[1:], flow=True).device_speedup is None
+
+
+def test_runs_wait_together_where_one_of_them_found_batches_ready():
+    plain = [run(150_000.0, 145_000.0, noise=0.02, seed=i) for i in range(2)]
+    ready, waiting = (run(us, 42_000.0, noise=0.02, seed=i) for i, us in enumerate((45_000.0, 140_000.0)))
+    assert proof.waits_for(plain, [ready, waiting]) == proof.LOADER
+    assert not proof.waits_for(plain, [ready])
 
 
 def test_a_gain_of_the_kernels_time_holds_where_the_hosts_launches_hide_it():

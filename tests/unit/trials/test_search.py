@@ -15,7 +15,7 @@ from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.findings import Findings, Interval, Recommendation, Semantics
 from advisor.core.profile import InputStats, Spread, StepProfile
-from advisor.core.verdict import StackVerdict, TrialLog, Verdict
+from advisor.core.verdict import Blocks, StackVerdict, TrialLog, Verdict
 from advisor.loop.records import NEXT_FILE
 from advisor.loop.session import Session
 from advisor.loop.waiting import WaitStage, patience_s
@@ -1450,9 +1450,10 @@ def test_an_error_in_between_leaves_what_is_proved(script):
 # -- the whole first --------------------------------------------------------------------------------------------------
 
 WHOLE = ("tf32", "channels_last")
+NO_BLOCKS = Blocks()
 
 
-def whole_kept(script, *, on_top=(), then=None, gain=None):
+def whole_kept(script, *, on_top=(), then=None, gain=None, blocks=NO_BLOCKS):
     """The first search process keeps these as one and ends; later ones go on as told, or with `then`."""
     inner = script.search
 
@@ -1463,7 +1464,13 @@ def whole_kept(script, *, on_top=(), then=None, gain=None):
             item = next(c for c in session.candidates if c.transform == name)
             others = tuple(other for other in WHOLE if other != name)
             verdict = Verdict(
-                transform=name, status="kept", reason="as one", semantics=item.semantics, together=others, gain=gain
+                transform=name,
+                status="kept",
+                reason="as one",
+                semantics=item.semantics,
+                together=others,
+                gain=gain,
+                blocks=blocks,
             )
             records.save_verdict(script.run_dir, verdict)
         storage.save(script.run_dir / records.SEARCH_FILE, records.SearchRecord(whole_kept=True, on_top=on_top))
@@ -1544,6 +1551,37 @@ def test_the_loader_is_tried_on_top_of_the_whole_as_soon_as_that_is_proved(scrip
     before = modes(script)[:first_later_search]
     assert sum("loader_workers" in kept for _, kept in before) == 2  # runs that serve as the whole's as well
     assert plan.speedup.startswith(("5.0", "4.9"))
+
+
+FED = (*WHOLE, "loader_workers")
+STARVED = Blocks(off_us=(1000.0,) * 3, on_us=(500.0,) * 3, device_off_us=(990.0,) * 3, device_on_us=(200.0,) * 3)
+FED_WELL = dataclasses.replace(STARVED, device_on_us=(490.0,) * 3)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "skip", "tried"),
+    [(STARVED, (), True), (STARVED, ("loader_workers",), False), (FED_WELL, (), False), (Blocks(), (), False)],
+)
+def test_a_whole_that_makes_the_step_wait_for_its_loader_is_proved_with_more_workers(script, blocks, skip, tried):
+    """No rule asks for them: the plain step has its batches in time."""
+    script.step_us |= {WHOLE: 500.0, FED: 200.0}
+    whole_kept(script, blocks=blocks)
+    _, plan, _, verdicts = apply(script, *WHOLE, skip=skip)
+    first = next(kept for mode, kept in modes(script) if mode == "measure" and kept)
+    assert first == (FED if tried else WHOLE)
+    assert ("loader_workers" in verdicts) is tried
+    assert plan.speedup.startswith(("5.0", "4.9") if tried else ("2.0", "1.9"))
+
+
+def test_what_does_not_hold_with_more_workers_is_proved_without_them(script):
+    script.step_us |= {WHOLE: 500.0, FED: 1500.0}
+    whole_kept(script, blocks=STARVED)
+    _, plan, code, verdicts = apply(script, *WHOLE)
+    assert code == 0
+    assert {name: verdicts[name].status for name in FED} == dict.fromkeys(WHOLE, "kept") | {
+        "loader_workers": "reverted"
+    }
+    assert plan.speedup.startswith(("2.0", "1.9"))
 
 
 def test_of_a_whole_that_trains_otherwise_half_precision_is_dropped_first(script):
