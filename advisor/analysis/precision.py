@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.analysis.conv import FEW_CHANNELS
-from advisor.analysis.rows import HALF, MATRIX, SINGLE, shapes_of
+from advisor.analysis.rows import HALF, MATRIX, SINGLE, is_strict_linear, shapes_of
 from advisor.analysis.time import NO_ROWS
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
@@ -12,6 +12,7 @@ from advisor.core.provenance import Provenance
 
 # Tensor cores take fp16/bf16 operands in 16-byte rows. Source: NVIDIA, "Mixed precision training" guide: multiples of 8.
 ALIGNMENT = 8
+_OF_ROWS = ("guides_frac", "guides_fp32_frac", "strict_linear_frac", "amp_capable_loss", "half_rate_ratio")
 
 
 def fill(view: View, table: MetricTable) -> None:
@@ -27,7 +28,7 @@ def fill(view: View, table: MetricTable) -> None:
             table.miss(flag, "the script's backend flags were not read")
     names = ("tensor_eligible_frac", "fp32_conv_frac", "half_frac", "unaligned_channel_frac")
     if view.device_us <= 0:
-        for name in (*names, "guides_frac", "guides_fp32_frac", "amp_capable_loss", "half_rate_ratio"):
+        for name in (*names, *_OF_ROWS):
             table.miss(name, NO_ROWS)
         return
     # autocast raises on binary_cross_entropy of probabilities; every other operator has a rule or runs as it is.
@@ -40,14 +41,11 @@ def fill(view: View, table: MetricTable) -> None:
         fp32 = [row for row in view.rows if row.kind in MATRIX and row.dtype in SINGLE]
         table.set("fp32_conv_frac", sum(row.time_us for row in fp32) / view.device_us)
         table.set("guides_fp32_frac", sum(row.time_us for row in fp32 if view.profile.guided(row)) / view.device_us)
-    else:
-        for name in ("fp32_conv_frac", "guides_fp32_frac"):
-            table.miss(name, "the trace holds no dtypes")
-    if known:
+        table.set("strict_linear_frac", view.share(is_strict_linear))
         table.set("fp64_frac", view.share(lambda row: row.dtype == "fp64"))
         table.set("fp64_promotions", sum(site.calls for site in view.profile.promotions))
     else:
-        for name in ("fp64_frac", "fp64_promotions"):
+        for name in ("fp32_conv_frac", "guides_fp32_frac", "strict_linear_frac", "fp64_frac", "fp64_promotions"):
             table.miss(name, "the trace holds no dtypes")
     if matrix <= 0:
         for name in (

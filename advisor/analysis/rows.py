@@ -137,6 +137,11 @@ def is_strict_fp32(row: KernelRow) -> bool:
     return row.dtype == "fp32" and not row.tensor_core
 
 
+def is_strict_linear(row: KernelRow) -> bool:
+    """A product of a linear layer with fp32 multiplications, off the tensor cores."""
+    return row.kind == "gemm" and row.module_type == "Linear" and is_strict_fp32(row)
+
+
 def gates(row: KernelRow) -> bool:
     """Channels scaled by one value each: [N, C, H, W] times [N, C, 1, 1]."""
     shapes = [shape for shape in shapes_of(row) if len(shape) == 4]

@@ -157,6 +157,7 @@ STEP: tuple[MetricSpec | Section, ...] = (
     number("tensor_core_frac", "frac", "share of conv and gemm time in tensor-core kernels", GPU),
     number("tensor_eligible_frac", "frac", "share of device time in conv and gemm"),
     number("fp32_conv_frac", "frac", "share of device time in fp32 convolutions and products"),
+    number("strict_linear_frac", "frac", "share of device time in linear layers' fp32 products off the tensor cores"),
     number("guides_frac", "frac", "share of device time in models that run without gradients, such as a teacher"),
     number("guides_fp32_frac", "frac", "share of device time in these models' fp32 convolutions and products"),
     number("fp64_frac", "frac", "share of device (CPU: operator) time in fp64"),

@@ -1,6 +1,7 @@
 // Winograd's F(4x4, 3x3) along one side, at the points 0, 1, -1, 1/2, -2 and infinity, and the scales that keep it in fp16's range.
 //
 //   y = A^T [(G g) * (B^T d)]   of a filter's three taps g and six pixels d, four results y; along both sides the same twice.
+//   g' = G^T [(A y') * (B^T d)]  the filter's gradient, of the results' y'.
 //
 // The rows of B^T are scaled so that their magnitudes add up to 1, and those of G by the inverse: what six pixels become is never larger
 // than the largest of them. Source: Lavin and Gray, Fast Algorithms for Convolutional Neural Networks (arXiv:1509.09308); the points are
@@ -17,13 +18,16 @@ typedef long long i64;
 #define PIXELS_BELOW 3
 #define FILTERS_BELOW 12
 #define FILTER_GROWTH 125.44f  // the most that G g G^T has of the largest of nine taps
+#define GRADIENTS_BELOW 14  // of the largest of a result's gradient, beside the scales of the pixels that it is multiplied with
 
 #if WEIGHT_STORAGE == 0
 typedef float Weight;
 __device__ __forceinline__ float widen_weight(Weight w) { return w; }
+__device__ __forceinline__ Weight narrow_weight(float v) { return v; }
 #else
 typedef unsigned short Weight;
 __device__ __forceinline__ float widen_weight(Weight w) { return widen_bf16(w); }
+__device__ __forceinline__ Weight narrow_weight(float v) { return (Weight)narrow_bf16x2(v, 0.f); }
 #endif
 
 __device__ __forceinline__ i64 tap_at(int r, int s, i64 step_row, i64 step_column) {
@@ -58,6 +62,25 @@ __device__ __forceinline__ void result_transform(const float (&m)[6], float (&y)
   y[1] = fmaf(0.5f, m[3], fmaf(-2.f, m[4], difference));
   y[2] = fmaf(0.25f, m[3], fmaf(4.f, m[4], sum));
   y[3] = fmaf(0.125f, m[3], fmaf(-8.f, m[4], difference)) + m[5];
+}
+
+// A dy for the weight's gradient, which is F(3x3, 4x4) at the same points: A is A^T turned, its rows scaled as those of B^T are.
+__device__ __forceinline__ void gradient_transform(const float (&g)[4], float (&d)[6]) {
+  const float even = g[0] + g[2], odd = g[1] + g[3];
+  d[0] = g[0];
+  d[1] = 0.25f * (even + odd);
+  d[2] = 0.25f * (even - odd);
+  d[3] = fmaf(8.f, g[0], fmaf(4.f, g[1], fmaf(2.f, g[2], g[3]))) * (1.f / 15);
+  d[4] = fmaf(-8.f, g[3], fmaf(4.f, g[2], fmaf(-2.f, g[1], g[0]))) * (1.f / 15);
+  d[5] = g[3];
+}
+
+// G^T m, with the inverse of those scales.
+__device__ __forceinline__ void tap_transform(const float (&m)[6], float (&w)[3]) {
+  const float sum = (20.f / 3) * (m[1] + m[2]);
+  w[0] = fmaf(7.f, m[0], fmaf(12.f, m[3], fmaf(3.f, m[4], sum)));
+  w[1] = fmaf(20.f / 3, m[1] - m[2], 6.f * (m[3] - m[4]));
+  w[2] = fmaf(7.f, m[5], fmaf(3.f, m[3], fmaf(12.f, m[4], sum)));
 }
 
 // A power of two by which a magnitude comes below 2^below, and to half of that or more unless it is below 2^-111; NaN where it is not finite.

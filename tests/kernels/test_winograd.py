@@ -69,10 +69,46 @@ def test_products_are_dispatched_each_by_itself(emulated, monkeypatch: pytest.Mo
     y = api.winograd(x, weight)
     assert not emulated.launches["winograd_input"]
     y.backward(torch.ones_like(y))
-    assert emulated.launches["winograd_input"] == 1
+    assert emulated.launches["winograd_input"] == 2  # of the gradient, and of x for the weight's
+    assert emulated.launches["winograd_output"] == emulated.launches["winograd_weight"] == 1
     expected = torch.autograd.grad(F.conv2d(x.double(), weight.double(), padding=1).sum(), (x, weight))
     assert _off(x.grad, expected[0].double()) < BOUND
-    assert _off(weight.grad, expected[1].double()) < 2e-2
+    assert _off(weight.grad, expected[1].double()) < BOUND
+
+
+@pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
+def test_the_weights_gradient_is_as_near_as_bf16_stores(emulated, scale: float) -> None:
+    """Images that differ by a million go into one sum, tiles hang over."""
+    x, weight = _given((3, 192, 9, 6), 256)
+    dy = (torch.randn(3, 256, 9, 6) * scale).bfloat16().contiguous(memory_format=NHWC)
+    x[1] *= 1e-6
+    dy[2] *= 1e-6
+    for given in (weight, weight.contiguous(memory_format=NHWC)):
+        _, found = cuda.backward(dy, x, given, spec.call(tuple(x.shape), 256))
+        assert (found.dtype, found.stride()) == (given.dtype, given.stride())
+        exact = torch.nn.grad.conv2d_weight(x.double(), weight.shape, dy.double(), padding=1)
+        assert _off(found, exact) < 2e-3
+
+
+def test_a_torch_that_sums_fp16_in_fp16_makes_the_weights_gradient_itself(
+    emulated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, weight = _given((1, 192, 4, 4), 192)
+    monkeypatch.setattr(cuda, "sums_in_fp32", lambda: False)
+    with dispatch.everything():
+        api.winograd(x.requires_grad_(), weight.requires_grad_()).sum().backward()
+    assert not emulated.launches["winograd_weight"]
+    assert weight.grad is not None
+
+
+def test_what_is_not_finite_in_a_gradient_stays_where_it_is(emulated) -> None:
+    x, weight = _given((1, 192, 9, 6), 192)
+    dy = x.clone()
+    dy[0, 5, 4, 2] = float("inf")  # no tap of it reaches beyond the image
+    _, dweight = cuda.backward(dy, x, weight, spec.call(tuple(x.shape), 192))
+    exact = torch.nn.grad.conv2d_weight(x.double(), weight.shape, dy.double(), padding=1)
+    assert torch.equal(dweight.isfinite(), exact.isfinite())
+    assert _off(dweight.nan_to_num(0, 0, 0), exact.nan_to_num(0, 0, 0)) < BOUND
 
 
 def test_a_network_has_it_where_channels_are_many() -> None:

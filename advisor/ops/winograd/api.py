@@ -1,7 +1,6 @@
 """3 x 3 convolution of stride 1 between many channels as one operation: Winograd's F(4x4, 3x3), or PyTorch's own convolution.
 
-Forward and gradient of the input are dispatched each by itself, where it is measured to win; the weight's gradient is PyTorch's own. The
-weight stays the user's parameter, [O, I, 3, 3]: kernels read it as it lies, in its own dtype and strides.
+Forward and gradients are dispatched each by itself, where it is measured to win: both gradients together. The weight stays the user's parameter, [O, I, 3, 3]: kernels read it as it lies, in its own dtype and strides.
 """
 
 from __future__ import annotations
@@ -41,6 +40,8 @@ def _gradients(
     dy = alignment.nhwc(dy.to(x.dtype))
     if not wanted[0] or spec.product_left(call.gradient()):
         return _CONVOLUTION.pytorch_backward(dy, x, weight, None, wanted)
+    if wanted[1] and cuda.sums_in_fp32():
+        return *cuda.backward(dy, alignment.nhwc(x), weight, call), None
     dweight = None
     if wanted[1]:  # for its own gradient only the weight's sizes are asked for, so none is cast
         sized = torch.empty_like(weight, dtype=x.dtype)

@@ -1,7 +1,7 @@
 """What Winograd's F(4x4, 3x3) supports, where it wins, and how it is launched. Plain arithmetic.
 
 A product takes pixels of `inputs` channels to pixels of `outputs`: the forward from the convolution's input to its result, the gradient
-of the input the other way. The gradient of the weight is PyTorch's own.
+of the input the other way. The gradient of the weight is F(3x3, 4x4) at the same points; it is made where the input's is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,16 @@ from advisor.ops.dispatch import UNMEASURED
 FILTER = "winograd/winograd_filter.cu"
 INPUT = "winograd/winograd_input.cu"
 OUTPUT = "winograd/winograd_output.cu"
-KERNELS = {FILTER: ("winograd_filter",), INPUT: ("winograd_input",), OUTPUT: ("winograd_output",)}
+GRADIENT = "winograd/winograd_gradient.cu"
+WEIGHT = "winograd/winograd_weight.cu"
+PRODUCT = (FILTER, INPUT, OUTPUT)  # sources of a forward, and of the gradient of an input
+KERNELS = {
+    FILTER: ("winograd_filter",),
+    INPUT: ("winograd_input",),
+    OUTPUT: ("winograd_output",),
+    GRADIENT: ("winograd_gradient",),
+    WEIGHT: ("winograd_weight",),
+}
 
 DTYPE = "bfloat16"  # fp16's own convolution has a tenth of this one's error
 WEIGHT_STORAGE = {"float32": 0, "bfloat16": 2}
@@ -27,7 +36,9 @@ MULTIPLE = 64  # of which they are a multiple
 FILTER_OUTPUTS, FILTER_THREADS = 4, 256  # of a block
 OUTPUT_THREADS = 256
 RESIDENT = 512  # threads of INPUT that an SM is to hold, each with 128 registers
+WEIGHT_THREADS = 256  # of a block of GRADIENT and of WEIGHT
 OUTPUT_RESIDENT = 768  # and of OUTPUT, with 80
+PIXELS_BOUND = 8.0  # 2^PIXELS_BELOW of include/winograd.cuh: what no pixel times its tile's scale is above
 WALK = 4  # tiles side by side that a block of INPUT makes, of which neighbours share two columns
 STAGED = 3 * 6 * 4  # pixels, all channels, that it has in shared memory
 TUNABLE = {"WALK": (2, 4, 7), "OUTPUT_THREADS": (128, 256)}
@@ -64,6 +75,11 @@ def call(shape: tuple[int, ...], outputs: int) -> Call:
     """The forward on an input of `shape` [N, I, H, W]."""
     n, inputs, h, w = shape
     return Call(n, inputs, outputs, h, w)
+
+
+def tiles(product: Call) -> int:
+    """Of all images."""
+    return product.batch * product.tiles_h * product.tiles_w
 
 
 def name(inputs: int, outputs: int) -> str:
@@ -171,6 +187,11 @@ def output_defines(weight_dtype: str, *, turned: bool) -> dict[str, int]:
     return {**weight_defines(weight_dtype, turned=turned), **threads}
 
 
+def gradient_defines(weight_dtype: str) -> dict[str, int]:
+    """Macros of WEIGHT."""
+    return {"WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype], "THREADS": WEIGHT_THREADS}
+
+
 # (batch, inputs, outputs, side) of convolutions in trained networks: VGG-16, UNet, an EDSR of 256 channels, ResNets.
 TRAINED = (
     (128, 512, 512, 28),
@@ -191,6 +212,10 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of the variants that the trained networks ask for."""
     if source == INPUT:
         return tuple(input_defines(call((1, inputs, 8, 8), inputs)) for inputs in (192, 256, 512, 1024))
+    if source == GRADIENT:
+        return ({"THREADS": WEIGHT_THREADS},)
+    if source == WEIGHT:
+        return tuple(gradient_defines(dtype) for dtype in WEIGHT_STORAGE)
     made = output_defines if source == OUTPUT else weight_defines
     return tuple(made(dtype, turned=turned) for dtype in WEIGHT_STORAGE for turned in (False, True))
 
@@ -202,6 +227,6 @@ def bytes_moved(call: Call) -> tuple[int, int]:
 
 
 def flops(call: Call) -> tuple[int, int]:
-    """Operations of forward and backward: a product a frequency each, and for the weight's gradient two a tap, input and output."""
+    """Operations of forward and backward: a product a frequency, of each of the gradients too."""
     product = 2 * FREQUENCIES * call.batch * call.tiles_h * call.tiles_w * call.inputs * call.outputs
-    return product, product + 18 * call.batch * call.height * call.width * call.inputs * call.outputs
+    return product, 2 * product
