@@ -340,7 +340,7 @@ def _trained(
     text = said.read_text(errors="replace")
     found = _EPOCH.findall(text)
     # One that was ended at its limit has measured what it has: its first epoch compiles, and may have taken most of the time.
-    if (ended.code or ended.timed_out) and len(found) < LEAST_EPOCHS:
+    if not found or ((ended.code or ended.timed_out) and len(found) < LEAST_EPOCHS):
         why = "; ".join(changes.errors) or starting.dead_rank(text) or "it ended without an epoch"
         raise AdvisorError(f"no measurement: {'it took too long' if ended.timed_out else why}", fix=f"Read {said}.")
     return tuple(float(rate) for _, rate in found), tuple(float(loss) for loss, _ in found), changes
