@@ -1,5 +1,5 @@
-"""What a newcomer can take in: modules, functions, parameters and nesting have limits, imports go in no circle, and what is suppressed
-says why. `size_exceptions.txt` has what is beyond a limit still: it may only become shorter.
+"""What a newcomer can take in: modules, functions, parameters and nesting have limits, imports go in no circle, a name is of one class,
+and what is suppressed says why. `size_exceptions.txt` has what is beyond a limit still: it may only become shorter.
 """
 
 from __future__ import annotations
@@ -144,6 +144,33 @@ def test_imports_go_in_no_circle() -> None:
     allowed = excepted(("circle",))
     assert found - allowed == set()
     assert allowed - found == set(), "no circle any more: take the line out of size_exceptions.txt"
+
+
+def shared_names(sources: dict[str, str]) -> set[str]:
+    """Public classes of one name in several modules: a reader who meets the name has to ask which. In `ops` each family has its own."""
+    named: dict[str, set[str]] = {}
+    for path, text in sources.items():
+        for node in ast.parse(text).body if not path.startswith("advisor/ops/") else ():
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                named.setdefault(node.name, set()).add(path)
+    return {name for name, paths in named.items() if len(paths) > 1}
+
+
+def test_a_name_is_of_one_class() -> None:
+    found = {f"name {name}" for name in shared_names(sources("advisor"))}
+    allowed = excepted(("name",))
+    assert found - allowed == set(), "name it for what it is here"
+    assert allowed - found == set(), "one class each by now: take the lines out of size_exceptions.txt"
+
+
+def test_a_shared_name_is_found() -> None:
+    texts = {
+        "advisor/a.py": "class A: ...",
+        "advisor/b.py": "class A: ...\nclass _B: ...",
+        "advisor/c.py": "class _B: ...",
+    }
+    assert shared_names(texts) == {"A"}
+    assert shared_names({**texts, "advisor/b.py": "def A(): ..."}) == set()
 
 
 def test_what_is_suppressed_says_why() -> None:
