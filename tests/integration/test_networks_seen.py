@@ -29,6 +29,7 @@ SEEN_BY = {
     "pooling": ("pool_frac", "reduce_frac"),
     "layer_norm": ("layernorm_frac",),
     "group_norm": ("groupnorm_frac",),
+    "bias_add": ("bias_frac",),
     "bias_act": ("bias_act_frac", "unnormed_elementwise_frac"),
     "first_conv": ("first_conv_frac",),
     "conv3x3": ("narrow_3x3_frac",),
