@@ -13,16 +13,16 @@ from pathlib import Path
 
 from advisor.core import storage
 from advisor.core.errors import ExitCode
-from advisor.core.verdict import INCONCLUSIVE, KEPT, REVERTED, UNCONFIRMED, TrialLog, Verdict
+from advisor.core.verdict import Status, TrialLog, Verdict
 from advisor.trials.outcome import speedup
 
 REPORT, TRIALS = "report.html", "trials.json"
-SETTLED = (KEPT, UNCONFIRMED, REVERTED)
+SETTLED = (Status.KEPT, Status.UNCONFIRMED, Status.REVERTED)
 
 
 def tried(verdict: Verdict) -> bool:
     """Whether this change was on in a running training, and what is said of it is said for that."""
-    return verdict.status in SETTLED or (verdict.status == INCONCLUSIVE and bool(verdict.blocks.on_us))
+    return verdict.status in SETTLED or (verdict.status == Status.INCONCLUSIVE and bool(verdict.blocks.on_us))
 
 
 def told(code: int, log: TrialLog) -> tuple[str, bool]:
@@ -34,7 +34,7 @@ def told(code: int, log: TrialLog) -> tuple[str, bool]:
         return f"No change was tried to a verdict of its own (exit code {code}). {why}", False
     if proved:
         return (
-            f"Gained: {proved} the plain script's speed, by {', '.join(v.title for v in own if v.status == KEPT)}.",
+            f"Gained: {proved} the plain script's speed, by {', '.join(v.title for v in own if v.status == Status.KEPT)}.",
             True,
         )
     return "Gained nothing. " + " ".join(f"{v.title}: {v.status}, {v.reason}." for v in own), True
