@@ -22,7 +22,7 @@ LISTED = 20
 def repro(run: str, *, number: int | None) -> None:
     """Print a small script that repeats one operator of RUN with its shapes, layout and dtype, without the model.
 
-    Without --op the operators are listed, the longest first.
+    Without --op the operators that can be repeated are listed, the longest first.
 
     \b
     Examples:
@@ -34,8 +34,9 @@ def repro(run: str, *, number: int | None) -> None:
     from advisor.reporting import repro as scripts
 
     folder, profile = runs.load_profile(run)
+    trace = load_trace(folder / TRACE_FILE)
     if number is not None:
-        output.say(scripts.script(profile, load_trace(folder / TRACE_FILE), number).rstrip("\n"), sys.stdout)
+        output.say(scripts.script(profile, trace, number).rstrip("\n"), sys.stdout)
         return
     step = profile.busy_us or profile.typical_us
     table = [
@@ -47,7 +48,7 @@ def repro(run: str, *, number: int | None) -> None:
             row.module or "–",
             scripts.shown(row.shapes),
         )
-        for i, row in enumerate(scripts.rows(profile)[:LISTED], 1)
+        for i, (row, _) in enumerate(scripts.operators(profile, trace)[:LISTED], 1)
     ]
     head = ("op", "time a step", "share", "operator", "module", "shapes")
     output.say("\n".join(layout.table([head, *table], output.width())), sys.stdout)

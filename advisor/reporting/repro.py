@@ -33,12 +33,18 @@ class Operator:
     arguments: tuple[str, ...]
 
 
-def rows(profile: StepProfile) -> list[KernelRow]:
-    """The rows that can be repeated, the longest first: `--op 1` is the first of them."""
-    found: dict[tuple[str, str], KernelRow] = {}
+def operators(profile: StepProfile, trace: Trace) -> list[tuple[KernelRow, Operator]]:
+    """What can be repeated, the longest first: `--op 1` is the first. Not what the trace lacks arguments of."""
+    first: dict[tuple[str, str], int] = {}
+    for i, key in enumerate(zip(trace.ops.name, trace.ops.shapes, strict=True)):
+        first.setdefault(key, i)
+    found: dict[tuple[str, str], tuple[KernelRow, Operator]] = {}
     for row in sorted(profile.kernels, key=lambda row: -row.time_us):
-        if row.op.startswith("aten::") and row.shapes:
-            found.setdefault((row.op, row.shapes), row)
+        key = (row.op, row.shapes)
+        if row.op.startswith("aten::") and row.shapes and key in first and key not in found:
+            arguments = _arguments(trace, first[key])
+            if arguments is not None:
+                found[key] = row, Operator(row.op, arguments)
     return list(found.values())
 
 
@@ -51,15 +57,19 @@ def script(profile: StepProfile, trace: Trace, number: int) -> str:
     """The source of a script that repeats the operator of this row, from 1 on, and times it.
 
     Raises:
-        AdvisorError: for a number that no row has, or an operator whose arguments the trace does not hold.
+        AdvisorError: for a number that no operator has, or where none can be repeated.
     """
-    known = rows(profile)
+    known = operators(profile, trace)
+    if not known:
+        raise AdvisorError(
+            "no operator of this run can be repeated: the trace holds the arguments of none",
+            fix="Record the run again with `advisor profile`.",
+        )
     if not 1 <= number <= len(known):
         raise AdvisorError(
             f"no operator {number}", expected=f"1 to {len(known)}", fix="`advisor repro RUN` lists them."
         )
-    row = known[number - 1]
-    operator = _operator(trace, row)
+    row, operator = known[number - 1]
     device = "cuda" if profile.environment.device == "cuda" else "cpu"
     where = f"{row.module or 'no module'} ({row.phase})" + (f", {row.source}" if row.source else "")
     return _SCRIPT.format(
@@ -73,20 +83,10 @@ def script(profile: StepProfile, trace: Trace, number: int) -> str:
     )
 
 
-def _operator(trace: Trace, row: KernelRow) -> Operator:
+def _arguments(trace: Trace, i: int) -> tuple[str, ...] | None:
+    """A line of source for each argument of the i-th operator: a tensor, or the value that the trace has; None where it has neither."""
     ops = trace.ops
-    for i, name in enumerate(ops.name):
-        if name == row.op and ops.shapes[i] == row.shapes:
-            return Operator(name, _arguments(row.op, ops.shapes[i], ops.dtypes[i], ops.strides[i], ops.arguments[i]))
-    raise AdvisorError(f"{row.op} of this row is not in the trace", fix="Record the run again with `advisor profile`.")
-
-
-def _arguments(name: str, shapes: str, dtypes: str, strides: str, arguments: str) -> tuple[str, ...]:
-    """A line of source for each argument: a tensor, or the value that the trace has.
-
-    Raises:
-        AdvisorError: where the trace has neither.
-    """
+    shapes, dtypes, strides, arguments = ops.shapes[i], ops.dtypes[i], ops.strides[i], ops.arguments[i]
     sizes: list[Any] = json.loads(shapes)
     steps: list[Any] = json.loads(strides) if strides else []
     values: list[Any] = json.loads(arguments) if arguments else []
@@ -104,9 +104,7 @@ def _arguments(name: str, shapes: str, dtypes: str, strides: str, arguments: str
         else:
             found.append(repr(value))
     if not values and any(kind in ("ScalarList", "Scalar") for kind in types):
-        raise AdvisorError(
-            f"the trace does not hold the arguments of {name} that are no tensors", fix="Choose another."
-        )
+        return None
     return tuple(found)
 
 

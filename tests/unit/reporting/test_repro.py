@@ -50,8 +50,19 @@ def test_the_script_runs_the_operator_as_it_was_called(tmp_path, capsys):
 
 def test_operators_are_numbered_by_their_time_and_each_once():
     pool = KernelRow(name="pool", kind="pool", op="aten::max_pool2d", shapes="[[1, 2]]", time_us=100.0)
-    found = repro.rows(profile(CONV, dataclasses.replace(CONV, time_us=80.0), pool, KernelRow(name="k", kind="other")))
-    assert [row.op for row in found] == ["aten::max_pool2d", "aten::convolution"]
+    trace = conv_trace()
+    for values, value in zip(
+        (trace.ops.name, trace.ops.shapes, trace.ops.dtypes, trace.ops.strides, trace.ops.arguments),
+        ("aten::max_pool2d", "[[1, 2]]", "float", "[[2, 1]]", ""),
+        strict=True,
+    ):
+        values.append(value)
+    rows = CONV, dataclasses.replace(CONV, time_us=80.0), pool, KernelRow(name="k", kind="other")
+    found = repro.operators(profile(*rows), trace)
+    assert [row.op for row, _ in found] == ["aten::max_pool2d", "aten::convolution"]
+    assert [
+        row.op for row, _ in repro.operators(profile(*rows), conv_trace(""))
+    ] == []  # what would be refused is not listed
     assert repro.shown(SHAPES) == "2×4×9×9, 8×4×3×3"
 
 
@@ -59,8 +70,8 @@ def test_operators_are_numbered_by_their_time_and_each_once():
     ("number", "trace", "says"),
     [
         (2, conv_trace(), "expected 1 to 1"),
-        (1, conv_trace(""), "does not hold the arguments"),
-        (1, Trace(device="cpu", step_bounds_ns=[]), "not in the trace"),
+        (1, conv_trace(""), "holds the arguments of none"),
+        (1, Trace(device="cpu", step_bounds_ns=[]), "no operator of this run can be repeated"),
     ],
 )
 def test_what_cannot_be_repeated_is_one_clear_line(number, trace, says):
