@@ -541,6 +541,27 @@ def test_second_derivative_of_scale_add_matches(emulated) -> None:
         torch.testing.assert_close(mine.double(), other, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)])
+def test_a_sum_and_its_twin_have_the_gradients_of_those_that_are_used(emulated, used: tuple[int, ...]) -> None:
+    torch.manual_seed(5)
+    x, r = (torch.randn(2, 64, 4, 4).contiguous(memory_format=torch.channels_last) for _ in range(2))
+    scale, keep, dy = torch.randn(64, 1, 1), torch.tensor([0.5, 2.0]).view(2, 1, 1, 1), torch.randn(2, 64, 4, 4)
+    found = []
+    for function, branch, rest in (
+        (api.scale_add, torch.bfloat16, torch.float32),
+        (reference.scale_add, torch.float64, torch.float64),
+    ):
+        leaves = [x.bfloat16().to(branch), scale.to(rest), r.to(rest)]
+        leaves = [t.detach().requires_grad_() for t in leaves]
+        with dispatch.everything():
+            results = function(leaves[0], leaves[1], keep.to(rest), leaves[2], twin=True)
+        total = sum((results[i].to(rest) * dy.to(rest)).sum() for i in used)
+        found.append(torch.autograd.grad(total, leaves))
+    assert emulated.launches
+    for mine, other in zip(*found, strict=True):
+        assert float((mine.double() - other).norm() / other.norm()) < 0.02
+
+
 @pytest.mark.parametrize("name", ["bias+add+relu", "bias+silu", "scale+drop+add", "drop+add to float32"])
 def test_the_torch_library_operations_give_the_same_as_the_functions(emulated, name: str) -> None:
     case = next(c for c in cases.VERIFICATION if c.name == name and c.dtype == "bfloat16")
