@@ -566,7 +566,7 @@ import sys
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import launch
 from advisor.loop.session import Session
-from advisor.loop.waiting import WAITING, Stage, Waiting
+from advisor.loop.waiting import WAITING, Waiting, WaitStage
 ended = launch(ScriptCommand.parse([sys.argv[1]]), Session(mode="profile", run_dir="run", script=sys.argv[1]))
 sys.exit(ended.code)
 """

@@ -67,7 +67,9 @@ def kept(optimizer: torch.optim.Optimizer) -> int:
 
 
 def shards(ranks: int) -> tuple[str, ...]:
-    return tuple(shard for shard in place.SHARDS if (shard == place.HYBRID) == (ranks > 2))
+    """Stages of a pipeline have a test of their own: each rank computes on all samples."""
+    shared = (shard for shard in place.SHARDS if shard != place.PIPELINE)
+    return tuple(shard for shard in shared if (shard == place.HYBRID) == (ranks > 2))
 
 
 def shares(rank: int, folder: Path) -> Iterator[tuple[str, Any]]:

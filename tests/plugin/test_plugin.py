@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from suites import RecordedRun
+from suites import Run
 
 from advisor.core import storage
 from advisor.testing.baselines import Baseline
@@ -40,7 +40,7 @@ def test_plain():
 """
 
 
-def test_a_suite_of_all_kinds_runs_and_shows_what_it_measured(suite: RecordedRun) -> None:
+def test_a_suite_of_all_kinds_runs_and_shows_what_it_measured(suite: Run) -> None:
     result = suite(tests=SUITE, apart=True)
     result.assert_outcomes(passed=5)
     result.stdout.fnmatch_lines(
@@ -92,7 +92,7 @@ def test_two_of_one_name(perf):
 """
 
 
-def test_failures_name_what_is_at_fault(suite: RecordedRun, pytester: pytest.Pytester) -> None:
+def test_failures_name_what_is_at_fault(suite: Run, pytester: pytest.Pytester) -> None:
     result = suite("--perf-report-dir=reports", "--perf-json=out.json", tests=FAILING)
     result.assert_outcomes(failed=6)
     text = result.stdout.str()
@@ -126,20 +126,20 @@ def test_failures_name_what_is_at_fault(suite: RecordedRun, pytester: pytest.Pyt
         ("@pytest.mark.perf(max_kernels=3)\nclass TestX:\n    @pytest.mark.perf(typo=1)\n    def test_x(self, perf): pass", "no keyword 'typo'"),
     ],
 )  # fmt: skip
-def test_a_marker_without_effect_is_an_error_at_collection(suite: RecordedRun, tests: str, told: str) -> None:
+def test_a_marker_without_effect_is_an_error_at_collection(suite: Run, tests: str, told: str) -> None:
     result = suite("--collect-only", tests=f"import pytest\n{tests}")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert told in result.stderr.str()
 
 
-def test_collecting_measures_nothing(suite: RecordedRun) -> None:
+def test_collecting_measures_nothing(suite: Run) -> None:
     result = suite("--collect-only", "-q", tests=SUITE)
     assert result.ret == 0
     assert "test_made_up.py::test_within" in result.stdout.str()
     assert "advisor: performance" not in result.stdout.str()
 
 
-def test_performance_tests_are_chosen_or_skipped(suite: RecordedRun) -> None:
+def test_performance_tests_are_chosen_or_skipped(suite: Run) -> None:
     suite("--perf-only", tests=SUITE).assert_outcomes(passed=4, deselected=1)
     suite("--perf-skip").assert_outcomes(passed=1, skipped=4)
 
@@ -154,7 +154,7 @@ def test_performance_tests_are_chosen_or_skipped(suite: RecordedRun) -> None:
         (("--perf-compare=main", "--perf-compare-fail=steps:5%"), "quantity:limit"),
     ],
 )
-def test_flags_without_effect_are_errors(suite: RecordedRun, flags: tuple[str, ...], told: str) -> None:
+def test_flags_without_effect_are_errors(suite: Run, flags: tuple[str, ...], told: str) -> None:
     result = suite(*flags, tests="def test_x(): pass")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     assert told in result.stderr.str()
@@ -182,7 +182,7 @@ def kernels(path: Path) -> dict[str, float]:
 
 
 def test_a_baseline_is_stored_compared_and_updated(
-    suite: RecordedRun, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+    suite: Run, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = pytester.path / "perf-baselines" / "main.json"
     missing = suite(tests=BASELINE)
@@ -230,7 +230,7 @@ def test_a_baseline_is_stored_compared_and_updated(
     )
 
 
-def test_workers_of_xdist_send_what_they_measured(suite: RecordedRun, pytester: pytest.Pytester) -> None:
+def test_workers_of_xdist_send_what_they_measured(suite: Run, pytester: pytest.Pytester) -> None:
     failing = """
 def test_past(perf):
     perf.measure(16).assert_kernel_count(max=1)
@@ -268,7 +268,7 @@ def test_past(perf):
 
 @pytest.mark.parametrize("workers", [(), ("-p", "xdist", "-n2")], ids=["here", "xdist"])
 def test_a_failure_is_told_where_its_report_cannot_be_written(
-    suite: RecordedRun, pytester: pytest.Pytester, workers: tuple[str, ...]
+    suite: Run, pytester: pytest.Pytester, workers: tuple[str, ...]
 ) -> None:
     (pytester.path / "reports").write_text("a file in the way")
     result = suite(*workers, "--perf-report-dir=reports", tests=PASSED_AND_FAILED, apart=bool(workers))
@@ -287,7 +287,7 @@ def test_a_failure_is_told_where_its_report_cannot_be_written(
     ],
 )
 def test_a_file_that_cannot_be_written_is_told_below_the_failures(
-    suite: RecordedRun, pytester: pytest.Pytester, flags: tuple[str, ...], told: str
+    suite: Run, pytester: pytest.Pytester, flags: tuple[str, ...], told: str
 ) -> None:
     (pytester.path / "taken").write_text("a file in the way")
     result = suite(*flags, "--junitxml=j.xml", tests=PASSED_AND_FAILED)
@@ -299,9 +299,7 @@ def test_a_file_that_cannot_be_written_is_told_below_the_failures(
     assert alone.ret == pytest.ExitCode.TESTS_FAILED
 
 
-def test_a_baseline_that_cannot_be_updated_is_told_before_anything_runs(
-    suite: RecordedRun, pytester: pytest.Pytester
-) -> None:
+def test_a_baseline_that_cannot_be_updated_is_told_before_anything_runs(suite: Run, pytester: pytest.Pytester) -> None:
     (pytester.path / "perf-baselines").mkdir()
     (pytester.path / "perf-baselines" / "main.json").write_text("<<<<<<< HEAD")
     result = suite("--perf-compare=main", "--perf-update", tests=PASSED_AND_FAILED)
@@ -332,7 +330,7 @@ def test_good(perf):
 """
 
 
-def test_what_fails_is_told_and_not_stored_wherever_it_fails(suite: RecordedRun, pytester: pytest.Pytester) -> None:
+def test_what_fails_is_told_and_not_stored_wherever_it_fails(suite: Run, pytester: pytest.Pytester) -> None:
     result = suite("--perf-report-dir=reports", "--perf-json=out.json", "--perf-save=main", tests=OUTCOMES)
     result.assert_outcomes(passed=1, failed=2, xfailed=1, errors=1)
     assert kernels(pytester.path / "perf-baselines" / "main.json") == {"test_good": 36}

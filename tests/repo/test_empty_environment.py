@@ -102,6 +102,7 @@ COMMANDS: dict[str, tuple[tuple[str, ...], int, str]] = {
     "advisor bench models": (("bench", "models"), 5, "GPU"),
     "advisor bench real": (("bench", "real", "."), 2, "no runner in"),
     "advisor bench hosts": (("bench", "hosts"), 5, "GPU"),
+    "advisor bench scaling": (("bench", "scaling"), 5, "GPU"),
     "advisor bench cupy": (("bench", "cupy"), 2, "CuPy"),
     "advisor bench tune": (("bench", "tune"), 5, "GPU"),
     "advisor bench conv": (("bench", "conv"), 5, "GPU"),
@@ -128,6 +129,10 @@ ELSEWHERE = {
     "advisor apply --gpus N SCRIPT": "tests/integration/test_several_ranks.py",
     "advisor memory SCRIPT": "tests/integration/test_less_memory.py",
     "advisor scale RUN": "tests/unit/cli/test_commands.py",
+    **dict.fromkeys(
+        (f"advisor explain {what}" for what in ("RULE", "CHANGE", "RUN")), "tests/unit/cli/test_commands.py"
+    ),
+    "advisor undo": "tests/unit/cli/test_commands.py",
     "advisor apply --plan last -- torchrun --nproc-per-node 8 train.py": "tests/integration/test_ddp.py",
     "make demo": "tests/repo/test_demo.py",  # and .ci/run, as it stands
     "make test": ".ci/run",
