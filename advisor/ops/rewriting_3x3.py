@@ -10,13 +10,15 @@ from torch import fx
 from advisor.ops import dispatch, match
 
 
-def rewriting(spec: Any, dtypes: Collection[str], function: Callable[..., Any], operation: Any) -> Callable[..., None]:
+def rewriting(
+    spec: Any, dtypes: Callable[[], Collection[str]], function: Callable[..., Any], operation: Any
+) -> Callable[..., None]:
     """A family's `rewrite`.
 
     Args:
         spec: the family's, which knows the convolution by its channels: `SUPPORTS`, `name(inputs, outputs)`, `wins_between(inputs, outputs,
             dtype)`.
-        dtypes: of what is multiplied.
+        dtypes: gives those of what is multiplied.
         function: of x and weight, for eager graphs; `operation` is torch.library's, for those that go on to Inductor.
     """
 
@@ -31,7 +33,7 @@ def rewriting(spec: Any, dtypes: Collection[str], function: Callable[..., Any], 
         if result is None:
             return "the result's dtype is not known"
         dtype, outputs = match.dtype_name(result), call.weight_shape[0]
-        if dtype not in dtypes:
+        if dtype not in dtypes():
             return f"dtype {dtype}"
         wins = spec.wins_between(call.channels, outputs, dtype)
         return match.said_of(spec.name(call.channels, outputs), dispatch.refusal("", wins)) or call

@@ -10,7 +10,7 @@ from advisor.ops.conv3x3 import api, spec
 from advisor.ops.moments import Producer
 from advisor.ops.rewriting_3x3 import rewriting
 
-rewrite = rewriting(spec, spec.STORAGE, api.conv3x3, torch.ops.advisor.conv3x3.default)
+rewrite = rewriting(spec, lambda: spec.STORAGE, api.conv3x3, torch.ops.advisor.conv3x3.default)
 
 
 def _moments_win(node: fx.Node) -> str:

@@ -15,9 +15,27 @@ import advisor
 from advisor.analysis import scaling
 from advisor.cli.main import cli
 from advisor.core.held import HeldRow, MemoryLook
+from advisor.core.profile import StepProfile
+from advisor.core.trace import OpTable, Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "reporting"))
 import samples
+
+
+def _trace_of(profile: StepProfile) -> Trace:
+    """With the operators of a profile's rows, as far as what repeats them asks for."""
+    rows = [row for row in profile.kernels if row.op]
+    count = len(rows)
+    operators = OpTable(
+        name=[row.op for row in rows],
+        start_ns=list(range(count)),
+        end_ns=list(range(1, count + 1)),
+        shapes=[row.shapes for row in rows],
+        dtypes=["float,float"] * count,
+        strides=[""] * count,
+        arguments=[""] * count,
+    )
+    return Trace(device="cuda", step_bounds_ns=[0, count], ops=operators)
 
 
 class FakePipeline(types.ModuleType):
@@ -123,6 +141,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakePipeline:
     monkeypatch.setattr(advisor, "pipeline", fake, raising=False)
     for name in ("load_profile", "load_proof", "load_run"):
         monkeypatch.setattr(f"advisor.runs.{name}", getattr(fake, name))
+    monkeypatch.setattr("advisor.loop.records.load_trace", lambda path: _trace_of(samples.resnet50()))
     return fake
 
 
