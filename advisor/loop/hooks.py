@@ -170,10 +170,9 @@ def _wrap_engine(watcher: StepWatcher, name: str) -> None:
 
     @wraps(plain)
     def run(*args: Any, **kwargs: Any) -> Any:
+        # Inside another one (a replayed graph's gradients, a checkpoint) it is no pass of its own.
         if not watcher.patches.active or watcher.elsewhere() or inside_backward():
-            return plain(
-                *args, **kwargs
-            )  # inside another one (a replayed graph's gradients, a checkpoint) it is no pass of its own
+            return plain(*args, **kwargs)
         if kwargs.get("create_graph", len(args) > CREATE_GRAPH[name] and args[CREATE_GRAPH[name]]):
             # A gradient penalty, part of a loss that comes later.
             if name != "backward":
