@@ -16,8 +16,10 @@ CASES = [(family, case) for family in catalog.FAMILIES for case in family.verifi
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _compiled() -> None:
-    nvrtc.warm(variant for family in catalog.FAMILIES for variant in family.variants(nvrtc.arch(0)))
+def _compiled(request: pytest.FixtureRequest) -> None:
+    """The kernels of the families that are asked for, all at once."""
+    asked = {id(item.callspec.params["family"]) for item in request.session.items if item.path == request.path}
+    nvrtc.warm(v for family in catalog.FAMILIES if id(family) in asked for v in family.variants(nvrtc.arch(0)))
 
 
 @pytest.mark.parametrize(("family", "case"), CASES, ids=lambda value: getattr(value, "label", getattr(value, "id", "")))
