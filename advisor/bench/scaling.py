@@ -57,7 +57,7 @@ Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class ScalingCase:
     """One training in one way; `sent` is a key of SENT."""
 
     training: str
@@ -122,15 +122,15 @@ class _Told:
             self.errors.append(str(event["error"]))
 
 
-def cases(gpus: int) -> list[Case]:
+def cases(gpus: int) -> list[ScalingCase]:
     """All that so many GPUs can run."""
     found = []
     for name in TRAININGS:
         ways = (PARTS, TORCHRUN) if name in WITHOUT_NORMS else (PARTS, WHOLE, TORCHRUN)
-        found.append(Case(training=name, way=ONE, ranks=1))
-        found += [Case(training=name, way=way, ranks=n) for n in RANKS if n <= gpus for way in ways]
-        found += [Case(training=name, way=PARTS, ranks=n, sent="views") for n in RANKS if n <= gpus]
-    return [*found, *(Case(training=DIVIDED[0], way=SAME, ranks=n) for n in RANKS if n <= gpus)]
+        found.append(ScalingCase(training=name, way=ONE, ranks=1))
+        found += [ScalingCase(training=name, way=way, ranks=n) for n in RANKS if n <= gpus for way in ways]
+        found += [ScalingCase(training=name, way=PARTS, ranks=n, sent="views") for n in RANKS if n <= gpus]
+    return [*found, *(ScalingCase(training=DIVIDED[0], way=SAME, ranks=n) for n in RANKS if n <= gpus)]
 
 
 def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, say: Say) -> int:
@@ -231,7 +231,7 @@ def _plans(path: Path, names: set[str]) -> dict[str, tuple[PlanItem, ...]]:
     }
 
 
-def words_of(case: Case, script: Path) -> tuple[tuple[str, ...], int]:
+def words_of(case: ScalingCase, script: Path) -> tuple[tuple[str, ...], int]:
     """The script's words without a launcher, and the batch of each GPU."""
     words = list(DIVIDED[1] if case.way == SAME else models.SCRIPTS[case.training])[1:]
     words = [word for word in words if word != "--device-data"]
@@ -250,7 +250,7 @@ def words_of(case: Case, script: Path) -> tuple[tuple[str, ...], int]:
     return (str(script), *words, "--resident", str(RESIDENT), *length, "-p", str(STEPS)), batch
 
 
-def _command(case: Case, words: tuple[str, ...], folder: Path) -> ScriptCommand:
+def _command(case: ScalingCase, words: tuple[str, ...], folder: Path) -> ScriptCommand:
     if case.way == ONE:
         return ScriptCommand.parse(words)
     if case.way == TORCHRUN:
@@ -261,7 +261,7 @@ def _command(case: Case, words: tuple[str, ...], folder: Path) -> ScriptCommand:
 
 
 def _measured(
-    case: Case, script: Path, plan: Sequence[PlanItem], folder: Path, *, limit_s: float, say: Say
+    case: ScalingCase, script: Path, plan: Sequence[PlanItem], folder: Path, *, limit_s: float, say: Say
 ) -> ScalingRow:
     words, batch = words_of(case, script)
     home = folder / case.name.replace(" ", "-")
@@ -290,7 +290,7 @@ def _measured(
     )
 
 
-def _facts(case: Case, words: Sequence[str]) -> dict[str, Any]:
+def _facts(case: ScalingCase, words: Sequence[str]) -> dict[str, Any]:
     import torch
 
     return {
@@ -301,7 +301,7 @@ def _facts(case: Case, words: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _divided(case: Case, words: tuple[str, ...], batch: int, home: Path, say: Say) -> ScalingRow:
+def _divided(case: ScalingCase, words: tuple[str, ...], batch: int, home: Path, say: Say) -> ScalingRow:
     """One GPU's training on several, as written. `of_linear` is against one GPU in the same comparison.
 
     Raises:
@@ -366,7 +366,9 @@ def _profiled(words: tuple[str, ...], items: tuple[PlanItem, ...], home: Path, l
         say(f"no profile of one GPU: {error}")
 
 
-def _predicted(case: Case, folder: Path, say: Say) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
+def _predicted(
+    case: ScalingCase, folder: Path, say: Say
+) -> tuple[tuple[float, float] | None, tuple[float, float] | None]:
     """A step's milliseconds, low and high, and the link's µs and GB/s; None where the profile of one GPU, or the link, is not known."""
     try:
         profile = storage.load(folder / case.training / PROFILE_FILE, StepProfile)

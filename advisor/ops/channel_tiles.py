@@ -11,7 +11,7 @@ WIDEST_PIECE = 3 * PIECE_VECTORS
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class TileGeometry:
     """Grid (row_blocks, tiles); `tile` channel vectors a block, of the `vectors` that a row has."""
 
     row_blocks: int
@@ -58,7 +58,7 @@ def fullest_tile(vectors: int, threads: int, otherwise: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def geometry(rows: int, vectors: int, *, tile: int, threads: int, unroll: int, blocks: int) -> Geometry:
+def geometry(rows: int, vectors: int, *, tile: int, threads: int, unroll: int, blocks: int) -> TileGeometry:
     """At most `blocks` blocks of `threads`, and none without a full pass of rows, of which a thread takes `unroll`.
 
     `blocks` are as many as run at once: each goes over rows in a loop, and a second wave would be nearly empty.
@@ -67,12 +67,12 @@ def geometry(rows: int, vectors: int, *, tile: int, threads: int, unroll: int, b
     rows_per_pass = threads // tile
     useful = max(1, -(-rows // (rows_per_pass * unroll)))
     row_blocks = max(1, min(useful, blocks // tiles))
-    return Geometry(row_blocks=row_blocks, tiles=tiles, tile=tile, vectors=vectors, rows=rows)
+    return TileGeometry(row_blocks=row_blocks, tiles=tiles, tile=tile, vectors=vectors, rows=rows)
 
 
 @lru_cache(maxsize=4096)
-def one_pass(rows: int, vectors: int, *, threads: int, unroll: int, otherwise: int) -> Geometry:
+def one_pass(rows: int, vectors: int, *, threads: int, unroll: int, otherwise: int) -> TileGeometry:
     """As many blocks of `threads` as leave a thread one pass, of `unroll` rows. For passes without sums; `otherwise`: see `fullest_tile`."""
     tile = fullest_tile(vectors, threads, otherwise)
     row_blocks = -(-rows // (threads // tile * unroll))
-    return Geometry(row_blocks=row_blocks, tiles=-(-vectors // tile), tile=tile, vectors=vectors, rows=rows)
+    return TileGeometry(row_blocks=row_blocks, tiles=-(-vectors // tile), tile=tile, vectors=vectors, rows=rows)

@@ -24,7 +24,7 @@ Pair = tuple[int, int]
 NHWC = torch.channels_last
 
 
-class Geometry(NamedTuple):
+class ConvGeometry(NamedTuple):
     """What PyTorch's own convolution is told beside its tensors.
 
     Attributes:
@@ -71,7 +71,7 @@ def _unsupported(
     supports: Support,
     shapes: tuple[torch.Size, torch.Size],
     dtypes: tuple[torch.dtype, torch.dtype],
-    geometry: Geometry,
+    geometry: ConvGeometry,
     arch: int,
 ) -> str:
     """What the support says of an input and a weight of these shapes and dtypes."""
@@ -115,7 +115,7 @@ class Convolution:
     supports: Support
     numbers: str = ""
     biased: bool = False
-    geometry: Callable[..., Geometry]
+    geometry: Callable[..., ConvGeometry]
     call: Callable[..., Any]
     wins: Callable[..., str]
     label: Callable[[Any], str] | None

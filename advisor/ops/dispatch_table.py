@@ -50,7 +50,7 @@ Alternatives = tuple[tuple[Bound, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SizeAsked:
     """What calls of these kinds and this part are asked, all kinds where none is named."""
 
     kinds: tuple[str, ...] = ()
@@ -82,7 +82,7 @@ class Entries:
     left: Mapping[Kind, str] = field(default_factory=dict)
     like: tuple[Inferred, ...] = ()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    sizes: tuple[Asked, ...] = ()
+    sizes: tuple[SizeAsked, ...] = ()
     only: Mapping[str, tuple[int, ...]] = field(default_factory=dict)  # by kind; "" is every kind
     taken: Mapping[str, frozenset[str]] = field(default_factory=dict)  # kind → dtypes
 
@@ -147,7 +147,7 @@ def entries(of: Mapping[str, Any], own: Mapping[str, Any] = MappingProxyType({})
     )
     left = {(name, dtype): e["because"] for e in of.get("left", ()) for name in e["names"] for dtype in e["dtypes"]}
     sizes = tuple(
-        Asked(
+        SizeAsked(
             kinds=tuple(e.get("kinds", ())),
             part=e.get("part", ""),
             text=e.get("text", ""),

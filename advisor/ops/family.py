@@ -17,8 +17,7 @@ from advisor.ops import dispatch, dispatch_table, sources
 
 if TYPE_CHECKING:
     import torch
-
-    from advisor.ops.moments import Producer
+    from torch import fx
 
 Arguments = tuple[Any, ...]
 
@@ -83,6 +82,19 @@ class Case:
     def label(self) -> str:
         """`bn+relu bfloat16 256x64x112x112`."""
         return f"{self.name} {self.dtype} {'x'.join(map(str, self.shape))}"
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """Takes the place of a function in the graph, and leaves a batch norm the moments of what it makes (ops/moments.py).
+
+    Attributes:
+        function: the same arguments; returns the same result and its moments, or None for these.
+        wins: of the node in the graph, why its moments are not asked for; empty where a benchmark shows that they save time.
+    """
+
+    function: Callable[..., Any]
+    wins: Callable[[fx.Node], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +166,7 @@ class Family:
         return dispatch_table.read()[self.id].like
 
     @property
-    def sizes(self) -> tuple[dispatch_table.Asked, ...]:
+    def sizes(self) -> tuple[dispatch_table.SizeAsked, ...]:
         """What is asked of a call's size."""
         return dispatch_table.read()[self.id].sizes
 

@@ -1,4 +1,4 @@
-"""Captured graphs: the Dynamo backend that runs the kernel families' rewrites, and what rewrites share to read a graph.
+"""What rewrites share to read a captured graph, and to put nodes into the place of others.
 
 The graph is what Dynamo captured, before autograd. What does not match runs as it did. The graph's parameters and buffers
 are the user's own objects.
@@ -6,7 +6,6 @@ are the user's own objects.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import operator
 import re
@@ -19,7 +18,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, storage
+from advisor.ops import dispatch, storage
 from advisor.ops.convolution_support import Sizes, Support
 
 ADD = {operator.add, operator.iadd, torch.add, "add", "add_"}
@@ -250,17 +249,8 @@ def conv2d(node: fx.Node) -> Conv2d | str:
     pads = _pair(padding)
     if pads is None:
         return f"padding {padding}"
-    return Conv2d(
-        given["input"],
-        given["weight"],
-        given["bias"],
-        channels,
-        weight_shape,
-        stride,
-        pads,
-        dilation,
-        given["groups"],
-    )
+    tensors = given["input"], given["weight"], given["bias"]
+    return Conv2d(*tensors, channels, weight_shape, stride, pads, dilation, given["groups"])
 
 
 def _pair(value: Any) -> tuple[int, int] | None:
@@ -349,7 +339,7 @@ def read_later(term: fx.Node, reader: fx.Node) -> bool:
     Not where it is written into from there on. Where `reader` itself writes into it, nothing else may look at it any more:
     what takes its place writes elsewhere.
     """
-    later = _behind(reader)
+    later = behind(reader)
     sharing = _sharing(term)
     if not changes_in_place(reader, term):
         return not any(user in later and changes_in_place(user, one) for one in sharing for user in one.users)
@@ -359,7 +349,7 @@ def read_later(term: fx.Node, reader: fx.Node) -> bool:
     return not any(user in later for one in before for user in one.users)
 
 
-def _behind(node: fx.Node) -> set[fx.Node]:
+def behind(node: fx.Node) -> set[fx.Node]:
     """The nodes that run after this one."""
     found = set()
     while node.op != "output":
@@ -370,82 +360,23 @@ def _behind(node: fx.Node) -> set[fx.Node]:
 
 def _sharing(node: fx.Node) -> list[fx.Node]:
     """The node and those whose values are views of the same memory."""
-    memory, found = _memory(node), [node]
+    own, found = memory(node), [node]
     for one in found:
-        near = (*one.users, *one.all_input_nodes) if memory else ()
-        found += [other for other in dict.fromkeys(near) if other not in found and _memory(other) == memory]
+        near = (*one.users, *one.all_input_nodes) if own else ()
+        found += [other for other in dict.fromkeys(near) if other not in found and memory(other) == own]
     return found
 
 
-def _memory(node: fx.Node) -> int:
+def memory(node: fx.Node) -> int:
     """What the fake tensors of views of one tensor have in common; 0 when the value is no tensor."""
     found = value(node)
     return 0 if found is None else int(found.untyped_storage()._cdata)
-
-
-_DROPOUTS = {F.dropout, F.dropout1d, F.dropout2d, F.dropout3d}
-
-
-def without_idle_dropouts(graph: fx.Graph) -> None:
-    """Dropouts that drop nothing leave the graph: PyTorch gives back their input itself and draws no random number for them.
-
-    Networks have them between a norm and its activation (MONAI) and between an activation and a convolution (timm).
-    """
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in _DROPOUTS:
-            continue
-        given = bound(node, ("input", "p", "training", "inplace"), {"p": 0.5, "training": True})
-        x = given.get("input")
-        if isinstance(x, fx.Node) and (given["training"] is False or given["p"] in (0, 0.0)):
-            node.replace_all_uses_with(x)
-            graph.erase_node(node)
-
-
-_SIGMOIDS = {torch.sigmoid, F.sigmoid, "sigmoid"}
-_PRODUCTS = {operator.mul, torch.mul, "mul"}
-
-
-def written_out_silu(graph: fx.Graph) -> None:
-    """`x * torch.sigmoid(x)` becomes `F.silu(x)`, where nobody else has the sigmoid: the same, rounded once in place of twice."""
-    for node in list(graph.nodes):
-        for x, gate in _both_ways(node):
-            if gate.target not in _SIGMOIDS or operand(gate) is not x or list(gate.users) != [node]:
-                continue
-            if dtype_of(gate) != dtype_of(x) or not recorded_alike(gate, node) or not read_later(x, gate):
-                continue
-            with graph.inserting_before(node):
-                silu = graph.call_function(F.silu, (x,))
-            replace(node, silu, (gate,))
-            break
-
-
-def _both_ways(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """The factors of a product of two tensors, in both orders."""
-    one, other = operands(node, _PRODUCTS) or (None, None)
-    if isinstance(one, fx.Node) and isinstance(other, fx.Node):
-        yield from ((one, other), (other, one))
 
 
 def dtype_of(node: fx.Node) -> torch.dtype | None:
     """The dtype of the node's value; None when it is no tensor."""
     found = value(node)
     return None if found is None else found.dtype
-
-
-def after_changes(graph: fx.Graph) -> None:
-    """What reads a tensor after an operation that changed it in place reads that operation's result, which is the same tensor.
-
-    So `out.add_(shortcut)` as a statement looks as `out += shortcut` does.
-    """
-    for node in graph.nodes:
-        changed = operand(node)
-        if not isinstance(changed, fx.Node) or len(changed.users) < 2 or not changes_in_place(node, changed):
-            continue
-        if not _memory(node) or _memory(node) != _memory(changed):
-            continue
-        later = _behind(node)
-        for user in [user for user in changed.users if user in later]:
-            user.replace_input_with(changed, node)
 
 
 def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
@@ -460,95 +391,3 @@ def replace(old: fx.Node, new: fx.Node, dead: Sequence[fx.Node] = ()) -> None:
 def results(call: fx.Node, count: int) -> list[fx.Node]:
     """Nodes of the first results of a call that gives a tuple, where the graph is inserting."""
     return [call.graph.call_function(operator.getitem, (call, place)) for place in range(count)]
-
-
-def _rewrite_or_leave(
-    rewrite: Callable[..., None], graph_module: fx.GraphModule, report: MatchReport, *, compiled: bool
-) -> None:
-    """Run one family's rewrite. When it raises, or leaves a graph that does not hold together, the graph is as it was."""
-    before, matched = copy.deepcopy(graph_module.graph), dict(report.matched)
-    try:
-        rewrite(graph_module, report, compiled=compiled)
-        graph_module.graph.lint()
-    except Exception as error:  # the user's training goes on without this family
-        graph_module.graph = before
-        report.matched = matched
-        report.unmatched[f"graph {report.graphs}"] = f"the rewrite failed: {type(error).__name__}: {error}"
-
-
-def twin(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The same graph once more, over the same tensors: rewrites of one leave the other as it is, bodies of checkpoints included."""
-    found = fx.GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-    found.meta = dict(graph_module.meta)
-    for name, child in graph_module.named_children():
-        if isinstance(child, fx.GraphModule):
-            setattr(found, name, twin(child))
-    return found
-
-
-def backend(
-    reports: Mapping[str, MatchReport], *, mode: str | None, instead: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """A Dynamo backend that puts in the operations of the families named in `reports`, in the catalog's order.
-
-    After them, where it is named, `weight_casts`: it takes the weights that no family's operation reads as they are.
-
-    `mode` None runs the (rewritten) graph eagerly; else it is torch.compile's mode for Inductor. `instead` is given the graph and its
-    inputs in Inductor's place, and returns what runs.
-    """
-    from advisor.ops import (  # which read graphs through this module
-        concatenation,
-        consumers,
-        dimensions,
-        recomputation,
-        weight_casts,
-    )
-    from advisor.ops.sites import install
-
-    families = [family for family in catalog.FAMILIES if family.id in reports]
-    rewrites = [(family.rewrite, reports[family.id]) for family in families]
-    if weight_casts.ID in reports:
-        rewrites.append((weight_casts.rewrite, reports[weight_casts.ID]))
-    finishes = [(finish, reports[family.id]) for family in families if (finish := family.finish) is not None]
-
-    def compile_graph(graph_module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        for _, report in rewrites:
-            report.graphs += 1
-        parts = [graph_module]
-        for node, body in recomputation.bodies(graph_module):
-            reason = recomputation.left_alone(body, compiled=mode is not None)
-            if not reason:
-                parts.append(body)
-            for family in families if reason else ():
-                reports[family.id].unmatched[path(node)] = reason
-        for part in parts if families else ():
-            without_idle_dropouts(part.graph)
-            after_changes(part.graph)
-            consumers.without_idle_casts(part.graph)
-            written_out_silu(part.graph)
-            dimensions.as_images(part.graph)
-        for rewrite, report in (*rewrites, *finishes):
-            for part in parts if rewrite is not weight_casts.rewrite else parts[:1]:
-                _rewrite_or_leave(rewrite, part, report, compiled=mode is not None)
-        if mode is None:
-            for part in parts if families else ():
-                concatenation.keep_nhwc(part.graph)
-            for part in parts:
-                install.install(part.graph)
-            recomputation.as_written(graph_module)  # which compiles the checkpoints' bodies anew
-        if rewrites or mode is None:
-            graph_module.recompile()
-        if mode is None:
-            forward: Callable[..., Any] = graph_module.forward
-            return forward
-        if instead is not None:
-            return cast(Callable[..., Any], instead(graph_module, inputs))
-        from torch._inductor import list_mode_options
-        from torch._inductor.compile_fx import compile_fx
-
-        compiled: Any = compile_fx(
-            graph_module, list(inputs), config_patches=list_mode_options(mode) if mode != "default" else None
-        )
-        return cast(Callable[..., Any], compiled)
-
-    return compile_graph

@@ -14,25 +14,12 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from advisor.ops import catalog, dispatch, match
-
-
-@dataclass(frozen=True, slots=True)
-class Producer:
-    """Takes the place of a function in the graph.
-
-    Attributes:
-        function: the same arguments; returns the same result and its moments, or None for these.
-        wins: of the node in the graph, why its moments are not asked for; empty where a benchmark shows that they save time.
-    """
-
-    function: Callable[..., Any]
-    wins: Callable[[fx.Node], str]
+from advisor.ops.family import Producer
 
 
 def pair(graph: fx.Graph, consumers: Mapping[Any, Callable[[fx.Node], str]]) -> None:

@@ -84,7 +84,7 @@ def _format(tensor: torch.Tensor) -> torch.memory_format:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Computed:
     """Outputs followed by the buffers, and gradients of the leaves."""
 
     outputs: tuple[torch.Tensor, ...]
@@ -93,7 +93,7 @@ class Result:
 
 def run(
     case: Case, function: Callable[..., Any], arguments: Sequence[Any], above: Sequence[torch.Tensor] | None
-) -> Result:
+) -> Computed:
     """Call `function` on copies of `arguments`; the gradients only with `above`."""
     mine = copies(arguments, wide=False)
     return run_with(case, function, mine, above)
@@ -101,19 +101,19 @@ def run(
 
 def run_with(
     case: Case, function: Callable[..., Any], mine: tuple[Any, ...], above: Sequence[torch.Tensor] | None
-) -> Result:
+) -> Computed:
     leaves = [t for t in _floating(mine) if t.requires_grad]
     outputs = tensors(function(*mine))
     buffers = tuple(t for t in _floating(mine) if not t.requires_grad)
     gradients: tuple[torch.Tensor, ...] = ()
     if above is not None and leaves and "backward" in case.passes:
         gradients = torch.autograd.grad(outputs, leaves, list(above))
-    return Result((*(y.detach() for y in outputs), *buffers), gradients)
+    return Computed((*(y.detach() for y in outputs), *buffers), gradients)
 
 
 def _posed(
     case: Case, device: str | torch.device, *, batch: int, seed: int
-) -> tuple[Sequence[Any], list[torch.Tensor], Result]:
+) -> tuple[Sequence[Any], list[torch.Tensor], Computed]:
     """Fresh random inputs of `batch` in place of shape[0], gradients from above, and what the fp64 reference makes of both."""
     generator = seeded(device, seed)
     arguments = case.inputs(generator, batch)
@@ -132,7 +132,7 @@ def errors(
     return tuple(compare(case, run(case, function, arguments, above), want, above) for function in functions)
 
 
-def compare(case: Case, got: Result, want: Result, above: Sequence[torch.Tensor]) -> Errors:
+def compare(case: Case, got: Computed, want: Computed, above: Sequence[torch.Tensor]) -> Errors:
     """Relative errors of `got` against `want`, which is in fp64. What is not finite in `got` alone makes them infinite."""
     floor = case.gradient_floor * float(above[0].double().norm()) if above else 0.0
     outputs = [_relative(a, b, 0.0) for a, b in zip(got.outputs, want.outputs, strict=True)]
@@ -274,7 +274,12 @@ def _not_finite(case: Case, arguments: Sequence[Any]) -> list[str]:
 
 
 def _elsewhere(
-    family: Family, case: Case, arguments: Sequence[Any], above: Sequence[torch.Tensor], want: Result, theirs: Errors
+    family: Family,
+    case: Case,
+    arguments: Sequence[Any],
+    above: Sequence[torch.Tensor],
+    want: Computed,
+    theirs: Errors,
 ) -> list[str]:
     """The first input, or all others, and what comes from above, in slices of larger tensors or off 16-byte alignment."""
 

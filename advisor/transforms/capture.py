@@ -20,7 +20,7 @@ from torch import distributed, fx
 
 from advisor.loop.attach import Attached
 from advisor.loop.training import Training
-from advisor.ops import match
+from advisor.ops import dynamo, match
 from advisor.transforms import numpy_flags
 from advisor.transforms.ahead.recording import Recording
 from advisor.transforms.base import Undo
@@ -55,7 +55,7 @@ class CaptureLayer:
         """What runs in the place of a captured graph, which stays as it is."""
         run = self._rewritten.get(graph)
         if run is None:
-            run = self._rewritten[graph] = match.backend(self.reports, mode=None)(match.twin(graph), ())
+            run = self._rewritten[graph] = dynamo.backend(self.reports, mode=None)(dynamo.twin(graph), ())
         return run
 
     @contextlib.contextmanager
@@ -85,8 +85,8 @@ class CaptureLayer:
 
     def _compiling(self) -> _Backend:
         if isinstance(self.mode, Recording):
-            return match.backend(self.reports, mode=self.mode.mode, instead=self.mode.keep)
-        return match.backend(self.reports, mode=self.mode)
+            return dynamo.backend(self.reports, mode=self.mode.mode, instead=self.mode.keep)
+        return dynamo.backend(self.reports, mode=self.mode)
 
 
 _Backend = Callable[[fx.GraphModule, Any], Callable[..., Any]]
@@ -206,7 +206,7 @@ def _dispatching(in_force: _InForce) -> _Backend:
     """A Dynamo backend whose graphs run as the layer in force at each call rewrites them."""
 
     def keep(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        graph = match.twin(graph_module)  # Dynamo takes its values out of the nodes when it is done
+        graph = dynamo.twin(graph_module)  # Dynamo takes its values out of the nodes when it is done
 
         def run(*args: Any) -> Any:
             assert in_force.layer is not None

@@ -19,7 +19,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from advisor.ops import catalog, match
+from advisor.ops import catalog, dynamo, match
 
 DEVICE = torch.device("cuda:0")
 Reports = dict[str, match.MatchReport]  # by family
@@ -31,7 +31,7 @@ def capture(model: nn.Module, shape: Sequence[int]) -> list[Reports]:
 
     def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
-        match.backend(reports, mode=None)(match.twin(graph), inputs)
+        dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
         found.append(reports)
         forward: Callable[..., Any] = graph.forward  # as it was: our operations would ask for a GPU
         return forward

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from advisor.ops import catalog, dispatch, verify
 from advisor.ops.family import Case
 from advisor.ops.pointwise.spec import BehindNorm
-from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, PoolWindow
 
 Shapes = st.SearchStrategy[tuple[int, int, int, int]]
 MOST = 4096  # elements: what an example takes is the emulator's time for them
@@ -90,7 +90,7 @@ def squeeze_excite() -> st.SearchStrategy[Case]:
 def pooling() -> st.SearchStrategy[Case]:
     cases = cases_of("pooling")
 
-    def windowed(window: Window, least: int, make: Any) -> st.SearchStrategy[Case]:
+    def windowed(window: PoolWindow, least: int, make: Any) -> st.SearchStrategy[Case]:
         return st.builds(lambda s, d: make(s, window, d), shapes(multiples(8, 40), least), HALF)
 
     return st.one_of(

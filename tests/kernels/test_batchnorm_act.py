@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, storage
+from advisor.ops import catalog, dispatch, dynamo, match, storage
 from advisor.ops.batchnorm_act import reference, spec
 from advisor.ops.batchnorm_act.rewrite import rewrite
 
@@ -364,7 +364,7 @@ class Functional(nn.Module):
 def capture(model: nn.Module) -> tuple[match.MatchReport, object]:
     torch._dynamo.reset()
     report = match.MatchReport()
-    backend = match.backend({"batchnorm_act": report}, mode=None)
+    backend = dynamo.backend({"batchnorm_act": report}, mode=None)
     return report, torch.compile(model.forward, backend=backend, dynamic=False)
 
 
@@ -516,7 +516,7 @@ def test_a_norm_that_is_called_twice_counts_and_averages_both() -> None:
     model, plain = Twice(), Twice()
     graphs: list[torch.fx.GraphModule] = []
     report = match.MatchReport()
-    put_in = match.backend({"batchnorm_act": report}, mode=None)
+    put_in = dynamo.backend({"batchnorm_act": report}, mode=None)
 
     def backend(graph: torch.fx.GraphModule, inputs: object) -> object:
         graphs.append(copy.deepcopy(graph))

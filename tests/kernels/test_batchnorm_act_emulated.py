@@ -9,7 +9,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc, storage, verify
+from advisor.ops import catalog, dispatch, dynamo, match, nvrtc, storage, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_act")
@@ -120,7 +120,7 @@ def test_a_norm_of_joined_rows_takes_no_moments_and_has_one_result(emulated) -> 
     torch._dynamo.reset()
     net, plain = Twice().train(), Twice().train()
     report = match.MatchReport()
-    run = torch.compile(net.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+    run = torch.compile(net.forward, backend=dynamo.backend({"batchnorm_act": report}, mode=None), dynamic=False)
     x = torch.randn(8, 6, 3, 5).contiguous(memory_format=torch.channels_last).requires_grad_()
     with dispatch.everything():
         (dx,) = torch.autograd.grad(run(x).sum(), x)
@@ -413,7 +413,7 @@ def test_norms_that_networks_seldom_train_run_on_the_kernels_too(emulated) -> No
     model.frozen.eval()
     plain.frozen.eval()
     reports = {FAMILY.id: match.MatchReport()}
-    run = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    run = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
     for _ in range(2):
         x = torch.randn(4, 16, 6, 6).contiguous(memory_format=torch.channels_last)
         mine, other = x.requires_grad_(), x.detach().double().requires_grad_()
@@ -454,7 +454,7 @@ def test_a_captured_model_trains_on_the_kernels_as_the_plain_one(emulated) -> No
     model, plain = Block().to(memory_format=torch.channels_last), Block().double()
     plain.load_state_dict(model.state_dict())
     reports = {FAMILY.id: match.MatchReport()}
-    run = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    run = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
     for _ in range(2):
         x = torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)
         run(x).square().sum().backward()

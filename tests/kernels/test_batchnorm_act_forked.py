@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from advisor.ops import catalog, dispatch, dispatch_table, match
+from advisor.ops import catalog, dispatch, dispatch_table, dynamo, match
 from advisor.ops.batchnorm_act import api, cases, spec
 from advisor.ops.batchnorm_act.rewrite import finish, rewrite
 
@@ -252,7 +252,7 @@ class Sums(TorchDispatchMode):
 
 def captured(model: nn.Module) -> Callable[..., Any]:
     torch._dynamo.reset()
-    return torch.compile(model, backend=match.backend({FAMILY.id: match.MatchReport()}, mode=None), dynamic=False)
+    return torch.compile(model, backend=dynamo.backend({FAMILY.id: match.MatchReport()}, mode=None), dynamic=False)
 
 
 @pytest.mark.long

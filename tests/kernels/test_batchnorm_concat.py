@@ -10,7 +10,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc
+from advisor.ops import catalog, dispatch, dynamo, match, nvrtc
 from advisor.ops.batchnorm_concat import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("batchnorm_concat")
@@ -70,7 +70,7 @@ def _capture(
     model: nn.Module, mode: str | None = None, families: tuple[str, ...] = (FAMILY.id,)
 ) -> tuple[dict[str, match.MatchReport], Callable[..., torch.Tensor]]:
     reports = {family: match.MatchReport() for family in families}
-    return reports, torch.compile(model.forward, backend=match.backend(reports, mode=mode), dynamic=False)
+    return reports, torch.compile(model.forward, backend=dynamo.backend(reports, mode=mode), dynamic=False)
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc, verify
+from advisor.ops import catalog, dispatch, dynamo, match, nvrtc, verify
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import api, cases, cuda, reference, spec
 from advisor.ops.pooling import spec as pooling
-from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, PoolWindow
 
 FAMILY = catalog.get("batchnorm_max_pool")
 LAUNCHED = (
@@ -46,7 +46,7 @@ def test_the_definition_passes_gradcheck() -> None:
     st.integers(1, 200),
     st.booleans(),
 )
-def test_launches_cover_all_work_in_one_wave(window: Window, shape, sm_count: int, backward: bool) -> None:
+def test_launches_cover_all_work_in_one_wave(window: PoolWindow, shape, sm_count: int, backward: bool) -> None:
     n, vectors, h, w = shape
     found = spec.geometry(window, (n, vectors * 8, h, w), "bfloat16", sm_count, backward=backward)
     rows, columns = pooling.groups(window, h, w) if backward else window.output(h, w)
@@ -69,7 +69,7 @@ def test_launches_cover_all_work_in_one_wave(window: Window, shape, sm_count: in
         ({"activation": "silu"}, "not monotone"),
         ({"activation": "leaky_relu", "slope": -0.1}, "negative slope"),
         ({"shape": (2, 60, 8, 8)}, "no multiple of 8"),
-        ({"window": Window(kernel=(9, 9), stride=(2, 2))}, "81 elements"),
+        ({"window": PoolWindow(kernel=(9, 9), stride=(2, 2))}, "81 elements"),
         ({"channels_last": False}, "channels_last"),
         ({"arch": 75}, "older"),
     ],
@@ -212,7 +212,7 @@ class Stems(nn.Module):
 
 def _capture(model: nn.Module, mode: str | None = None) -> tuple[match.MatchReport, object]:
     report = match.MatchReport()
-    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=mode), dynamic=False)
+    return report, torch.compile(model.forward, backend=dynamo.backend({FAMILY.id: report}, mode=mode), dynamic=False)
 
 
 def test_stems_are_found() -> None:

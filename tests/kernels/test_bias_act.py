@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from advisor.bench import ops, tune
-from advisor.ops import catalog, channel_tiles, dispatch, match, sources, verify
+from advisor.ops import catalog, channel_tiles, dispatch, dynamo, match, sources, verify
 from advisor.ops.bias_act import api, cases, cuda, reference, rewrite, spec
 from advisor.resources import kernels_dir
 
@@ -205,7 +205,7 @@ class Scaled(nn.Module):
 def capture(model: nn.Module, mode: str | None = None):
     torch._dynamo.reset()
     report = match.MatchReport()
-    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=mode), dynamic=False)
+    return report, torch.compile(model.forward, backend=dynamo.backend({FAMILY.id: report}, mode=mode), dynamic=False)
 
 
 PATTERNS = {

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 from advisor.ops.bias_add import api, reference
 
 FAMILIES = ("bias_act", "bias_add")
@@ -37,7 +37,7 @@ def captured(model: nn.Module) -> tuple[Any, dict[str, match.MatchReport]]:
     reports = {family: match.MatchReport() for family in FAMILIES}
 
     def put_in(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return match.backend(reports, mode=None)(match.twin(graph), inputs)
+        return dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
 
     torch._dynamo.reset()
     return torch.compile(model, backend=put_in, dynamic=False), reports

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from advisor.analysis.predictions import optimizer
 from advisor.ops import catalog, dispatch, dispatch_table, nvrtc
 from advisor.ops.casts import api, cases, spec
-from advisor.ops.dispatch_table import Asked, Bound
+from advisor.ops.dispatch_table import Bound, SizeAsked
 
 FAMILY = catalog.get("casts")
 HALVES = [torch.bfloat16, torch.float16]
@@ -83,7 +83,7 @@ def test_who_looks_on_as_pytorch_dispatches_sees_the_cast(emulated) -> None:
 def test_small_weights_wait_for_a_capture_with_the_kernel_loaded(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA loads no kernel while a graph is captured."""
     of = dispatch_table.read()["casts"]
-    least = Asked(kinds=(spec.WEIGHTS,), any_of=((Bound(quantity="mean_elements", least=100),),))
+    least = SizeAsked(kinds=(spec.WEIGHTS,), any_of=((Bound(quantity="mean_elements", least=100),),))
     loaded = []
     function = emulated.function
     monkeypatch.setattr(

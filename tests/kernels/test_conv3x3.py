@@ -48,7 +48,7 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
 def test_a_plan_covers_every_pixel_within_shared_memory(
     batch: int, inputs: int, outputs: int, height: int, width: int, turned: bool, sm_count: int
 ) -> None:
-    product = spec.Call(batch, inputs, outputs, height, width, turned)
+    product = spec.Conv3x3(batch, inputs, outputs, height, width, turned)
     assume(not spec.product_wins(product).startswith("products from"))
     plan = spec.plan(product, sm_count)
     rows = plan.columns // 8
@@ -124,7 +124,7 @@ def test_with_stages_that_both_warpgroups_use_one_would(stages: int, chunks: int
     ],
 )
 def test_tiles_are_high_where_the_image_is(product: tuple[int, ...], columns: int) -> None:
-    assert spec.plan(spec.Call(*product), 132).columns == columns
+    assert spec.plan(spec.Conv3x3(*product), 132).columns == columns
 
 
 @given(
@@ -138,7 +138,7 @@ def test_tiles_are_high_where_the_image_is(product: tuple[int, ...], columns: in
 def test_the_weights_blocks_cover_every_pixel_and_channel(
     batch: int, inputs: int, outputs: int, height: int, width: int, sm_count: int
 ) -> None:
-    call = spec.Call(batch, inputs, outputs, height, width)
+    call = spec.Conv3x3(batch, inputs, outputs, height, width)
     plan = spec.weight_plan(call, sm_count)
     windowed, plain = (inputs, outputs) if plan.x_windowed else (outputs, inputs)
     assert plan.jobs == -(-plain // 64) * windowed // plan.columns
@@ -168,7 +168,7 @@ def test_the_weights_blocks_cover_every_pixel_and_channel(
     ],
 )
 def test_the_weights_blocks_are_those_that_were_measured(call: tuple[int, ...], cut: tuple[object, ...]) -> None:
-    plan = spec.weight_plan(spec.Call(*call), 132)
+    plan = spec.weight_plan(spec.Conv3x3(*call), 132)
     assert (plan.x_windowed, plan.columns, plan.rows, plan.wide, plan.stages) == cut
 
 
@@ -218,7 +218,7 @@ def test_what_is_supported(changed: dict[str, object], reason: str) -> None:
     ],
 )
 def test_where_it_is_dispatched(call: tuple[int, ...], dtype: str, wins: bool) -> None:
-    assert (spec.wins(spec.Call(*call), dtype) == "") == wins
+    assert (spec.wins(spec.Conv3x3(*call), dtype) == "") == wins
 
 
 @pytest.mark.parametrize(
@@ -232,10 +232,10 @@ def test_where_it_is_dispatched(call: tuple[int, ...], dtype: str, wins: bool) -
     ],
 )
 def test_the_weights_sums_take_no_more_memory_than_the_inputs_gradient(call: tuple[int, ...], wins: bool) -> None:
-    refusal = spec.weight_wins(spec.Call(*call))
+    refusal = spec.weight_wins(spec.Conv3x3(*call))
     assert (refusal == "") == wins
     assert wins or "sums of 10 MB beside a gradient of" in refusal
-    assert spec.product_wins(spec.Call(*call)) == "" or call[1] == call[2] == 128
+    assert spec.product_wins(spec.Conv3x3(*call)) == "" or call[1] == call[2] == 128
 
 
 def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.MonkeyPatch) -> None:

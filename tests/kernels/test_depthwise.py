@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, verify
+from advisor.ops import catalog, dispatch, dynamo, match, verify
 from advisor.ops.depthwise import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("depthwise")
@@ -398,7 +398,7 @@ def test_patterns_are_found_and_train_as_before() -> None:
     report = match.MatchReport()
     x = torch.randn(2, 3, 9, 8)
     with dispatch.everything():
-        run = torch.compile(model.forward, backend=match.backend({"depthwise": report}, mode=None), dynamic=False)
+        run = torch.compile(model.forward, backend=dynamo.backend({"depthwise": report}, mode=None), dynamic=False)
         ours, theirs = run(x), plain(x)
         ours.square().sum().backward()
     theirs.square().sum().backward()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from advisor.loop.training import RootModule, Training
-from advisor.ops import catalog, consumers, dispatch, match
+from advisor.ops import catalog, consumers, dispatch, dynamo, match, plain_graph
 from advisor.transforms.channels_last import ChannelsLast
 
 FAMILIES = ("batchnorm_act", "group_norm", "bias_act", "pooling", "volume_pooling")
@@ -44,7 +44,7 @@ def captured(model: nn.Module, families: tuple[str, ...] = FAMILIES) -> tuple[An
     reports = {family: match.MatchReport() for family in families}
 
     def put_in(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return match.backend(reports, mode=None)(match.twin(graph), inputs)
+        return dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
 
     torch._dynamo.reset()
     return torch.compile(model, backend=put_in, dynamic=False), reports
@@ -156,7 +156,7 @@ def test_a_sigmoid_that_gates_something_else_is_no_silu() -> None:
 
     graph = torch.fx.symbolic_trace(gated).graph
     before = [node.target for node in graph.nodes]
-    match.written_out_silu(graph)
+    plain_graph.written_out_silu(graph)
     assert [node.target for node in graph.nodes] == before
 
 

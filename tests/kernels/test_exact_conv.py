@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, dynamo, match
 from advisor.ops.exact_conv import cuda, linear, spec, tf32
 
 
@@ -96,14 +96,14 @@ def test_linear_layers_of_a_network_are_found(monkeypatch: pytest.MonkeyPatch) -
     net = nn.Sequential(nn.Linear(24, 40), nn.ReLU(), nn.Linear(40, 8, bias=False)).to("meta")
     reports = {"exact_conv": match.MatchReport()}
     with dispatch.everything():
-        torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+        torch.compile(net, backend=dynamo.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
     assert list(reports["exact_conv"].matched.values()) == [spec.LINEAR] * 2
     reports = {"exact_conv": match.MatchReport()}
     torch._dynamo.reset()
-    torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+    torch.compile(net, backend=dynamo.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
     assert all(dispatch.UNMEASURED in reason for reason in reports["exact_conv"].unmatched.values())
     assert len(reports["exact_conv"].unmatched) == 2
     monkeypatch.setattr(tf32, "products_allowed", lambda: True)
     torch._dynamo.reset()
-    torch.compile(net, backend=match.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
+    torch.compile(net, backend=dynamo.backend(reports, mode=None), dynamic=False)(torch.randn(6, 24, device="meta"))
     assert set(reports["exact_conv"].unmatched.values()) == {tf32.ALLOWED}

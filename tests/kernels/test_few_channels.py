@@ -12,7 +12,7 @@ import torch
 from emulation.planted import passes_with
 from torch import nn
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 from advisor.ops.few_channels import api, cuda, reference
 
 FAMILY = catalog.get("few_channels")
@@ -48,7 +48,7 @@ def test_a_stem_of_volumes_is_found_and_trains_as_before(emulated) -> None:
     reports = {"few_channels": match.MatchReport()}
 
     def put_in(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return match.backend(reports, mode=None)(match.twin(graph), inputs)
+        return dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
 
     torch._dynamo.reset()
     with dispatch.everything(), torch.autocast("cpu", torch.bfloat16):

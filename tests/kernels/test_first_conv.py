@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, verify
+from advisor.ops import catalog, dispatch, dynamo, match, verify
 from advisor.ops.first_conv import api, cases, reference, spec
 
 FAMILY = catalog.get("first_conv")
@@ -272,7 +272,7 @@ def test_patterns_are_found_and_train_as_before() -> None:
     report = match.MatchReport()
     x = torch.randn(2, 3, 16, 16).bfloat16()
     with dispatch.everything():
-        run = torch.compile(model.forward, backend=match.backend({"first_conv": report}, mode=None), dynamic=False)
+        run = torch.compile(model.forward, backend=dynamo.backend({"first_conv": report}, mode=None), dynamic=False)
         ours, theirs = run(x), plain(x)
         ours.square().sum().backward()
     theirs.square().sum().backward()
@@ -289,7 +289,7 @@ def test_an_image_with_a_gradient_is_not_taken() -> None:
     conv, report = nn.Conv2d(3, 8, 3).bfloat16(), match.MatchReport()
     x = torch.randn(1, 3, 8, 8).bfloat16().requires_grad_()
     with dispatch.everything():
-        torch.compile(conv.forward, backend=match.backend({"first_conv": report}, mode=None), dynamic=False)(x)
+        torch.compile(conv.forward, backend=dynamo.backend({"first_conv": report}, mode=None), dynamic=False)(x)
     assert list(report.unmatched.values()) == ["the input needs a gradient"]
     assert not report.matched
 

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, match, sources, verify
 from advisor.ops.grouped import api, cases, reference, spec, weight, whole
+from advisor.ops.grouped.conv import grouped_conv
 
 FAMILY = catalog.get("grouped")
 
@@ -55,7 +56,7 @@ def test_a_plan_covers_every_pixel_and_channel_within_shared_memory(
     of_weight = source == spec.BACKWARD_WEIGHT
     assume(not by_group or source in (spec.forward_source(group, stride), spec.backward_data_source(group, stride)))
     channels = octets * max(group, spec.OCTET)
-    call = spec.call((batch, channels, height, width), channels // group, stride)
+    call = grouped_conv((batch, channels, height, width), channels // group, stride)
     plan = spec.plan(source, call, sm_count)
     across, wide = plan.across, max(group, spec.OCTET)
     if by_group or of_weight:
@@ -117,19 +118,19 @@ def test_blocks_take_neighbouring_groups_and_few_warps_are_idle(
 @pytest.mark.parametrize(
     ("channels", "group", "stride", "columns", "shape"),
     [
-        (256, 8, 1, 28, weight.Shape(4, 8)),
-        (32, 8, 1, 28, weight.Shape(4, 4)),  # 4 groups: half of a slab of 8 would be idle
-        (512, 16, 1, 14, weight.Shape(4, 4, 2)),
-        (1024, 32, 1, 7, weight.Shape(2, 2, 2)),
-        (576, 24, 1, 14, weight.Shape(4, 2)),
-        (216, 24, 1, 28, weight.Shape(4, 2)),  # one of 10 is idle
-        (72, 24, 1, 56, weight.Shape(4, 1)),  # one of 4
-        (72, 24, 2, 56, weight.Shape(4, 2)),
-        (512, 64, 2, 14, weight.Shape(2, 1)),
+        (256, 8, 1, 28, weight.WeightShape(4, 8)),
+        (32, 8, 1, 28, weight.WeightShape(4, 4)),  # 4 groups: half of a slab of 8 would be idle
+        (512, 16, 1, 14, weight.WeightShape(4, 4, 2)),
+        (1024, 32, 1, 7, weight.WeightShape(2, 2, 2)),
+        (576, 24, 1, 14, weight.WeightShape(4, 2)),
+        (216, 24, 1, 28, weight.WeightShape(4, 2)),  # one of 10 is idle
+        (72, 24, 1, 56, weight.WeightShape(4, 1)),  # one of 4
+        (72, 24, 2, 56, weight.WeightShape(4, 2)),
+        (512, 64, 2, 14, weight.WeightShape(2, 1)),
     ],
 )
 def test_the_weights_blocks_are_those_that_were_measured(
-    channels: int, group: int, stride: int, columns: int, shape: weight.Shape
+    channels: int, group: int, stride: int, columns: int, shape: weight.WeightShape
 ) -> None:
     found = weight.cut(group=group, stride=stride, groups=channels // group, columns=columns, batch=256)
     assert found.shape == shape

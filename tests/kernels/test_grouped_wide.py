@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from advisor.ops import catalog, dispatch, verify
 from advisor.ops.conv3x3 import spec as conv3x3
 from advisor.ops.conv3x3 import weight
-from advisor.ops.grouped import api, cases, cuda, spec, wide
+from advisor.ops.grouped import api, cases, cuda, wide
+from advisor.ops.grouped.conv import grouped_conv
 
 FAMILY = catalog.get("grouped")
 KERNELS = {"grouped_wide", "conv3x3_backward_weight", "conv3x3_backward_weight_sum"}
@@ -39,7 +40,7 @@ sizes = {
 def test_a_plan_covers_every_pixel_within_shared_memory(
     batch: int, group: int, groups: int, height: int, width: int, stride: int, sm_count: int, transposed: bool
 ) -> None:
-    call = spec.call((batch, group * groups, height, width), groups, stride)
+    call = grouped_conv((batch, group * groups, height, width), groups, stride)
     plan = wide.plan(call, sm_count, transposed=transposed)
     rows = plan.columns // 8
     assert rows * plan.bands >= call.out_height > rows * (plan.bands - 1)
@@ -60,7 +61,7 @@ def test_a_plan_covers_every_pixel_within_shared_memory(
 def test_the_weights_jobs_are_the_groups(
     batch: int, group: int, groups: int, height: int, width: int, stride: int, sm_count: int
 ) -> None:
-    call = spec.call((batch, group * groups, height, width), groups, stride)
+    call = grouped_conv((batch, group * groups, height, width), groups, stride)
     plan = conv3x3.weight_plan(wide.convolution(call), sm_count)
     assert (plan.jobs, plan.columns, plan.x_windowed, plan.stride) == (groups, 64, True, stride)
     assert plan.rows * plan.bands >= call.out_height > plan.rows * (plan.bands - 1)
@@ -85,7 +86,7 @@ def test_the_weights_jobs_are_the_groups(
     ],
 )
 def test_launches_are_those_that_were_measured(call: tuple, columns: int, beside: int) -> None:
-    plan = wide.plan(spec.call(*call), 132, transposed=False)
+    plan = wide.plan(grouped_conv(*call), 132, transposed=False)
     assert (plan.columns, plan.beside) == (columns, beside)
 
 
@@ -122,8 +123,8 @@ def test_one_row_has_no_odd_ones(emulated) -> None:
 
 
 def test_sums_that_take_more_memory_than_the_inputs_gradient_are_not_left(emulated) -> None:
-    assert wide.sums_fit(spec.call((256, 432, 14, 14), 9, 1))
-    assert not wide.sums_fit(spec.call((1, 96, 4, 5), 2, 1))
+    assert wide.sums_fit(grouped_conv((256, 432, 14, 14), 9, 1))
+    assert not wide.sums_fit(grouped_conv((1, 96, 4, 5), 2, 1))
     trained((1, 96, 4, 5), 48, 1)
     assert set(emulated.launches) == {"grouped_wide", "grouped_backward_weight", "grouped_backward_weight_sum"}
 

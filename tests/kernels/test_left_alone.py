@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 
 C = 16  # as many as pixels in a row: broadcasting alone does not tell a channel from a pixel
 
@@ -378,7 +378,7 @@ def trained(net: nn.Module, run: object) -> dict[str, torch.Tensor | None]:
 def captured(net: nn.Module) -> tuple[dict[str, match.MatchReport], dict[str, torch.Tensor | None]]:
     """The reports of all families, and what a training step on the rewritten graph leaves."""
     reports = {family.id: match.MatchReport() for family in catalog.FAMILIES if family.captured}
-    run = torch.compile(net.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    run = torch.compile(net.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
     return reports, trained(net, run)
 
 

@@ -14,7 +14,7 @@ from torch import fx, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from advisor.ops import catalog, dispatch, match, moments
+from advisor.ops import catalog, dispatch, dynamo, match, moments
 from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.batchnorm_act import cuda, spec
 from advisor.ops.batchnorm_act.forward import layer
@@ -203,7 +203,7 @@ def targets(form: str, families: tuple[str, ...] = FAMILIES) -> tuple[list[Any],
     seen: list[Any] = []
 
     def backend(graph_module: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        forward = match.backend(reports, mode=None)(graph_module, inputs)
+        forward = dynamo.backend(reports, mode=None)(graph_module, inputs)
         seen.extend(node for node in graph_module.graph.nodes if node.op == "call_function")
         return forward
 
@@ -259,7 +259,7 @@ def test_a_stems_norm_takes_the_moments_of_the_first_convolution(emulated) -> No
     reports = {family: match.MatchReport() for family in ("batchnorm_max_pool", "first_conv")}
     torch._dynamo.reset()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = torch.compile(stem, backend=match.backend(reports, mode=None), dynamic=False)(x)
+        y = torch.compile(stem, backend=dynamo.backend(reports, mode=None), dynamic=False)(x)
         want = plain(x)
     assert dict(emulated.launches) == {
         "first_conv_forward": 1,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 
 pytestmark = pytest.mark.usefixtures("readable_graphs")
 
@@ -229,7 +229,7 @@ def capture(
     With `compiled` graphs are rewritten as for Inductor, with torch.library's operations.
     """
     report = match.MatchReport()
-    backend = match.backend({family: report}, mode=None)
+    backend = dynamo.backend({family: report}, mode=None)
 
     def keep(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
         if compiled:

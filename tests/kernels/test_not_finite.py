@@ -93,7 +93,7 @@ def _values(tensor: torch.Tensor) -> tuple[float, ...]:
     return (float("nan"), float("inf")) if tensor.dim() > 1 else (float("nan"),)
 
 
-def _all(result: verify.Result) -> list[torch.Tensor]:
+def _all(result: verify.Computed) -> list[torch.Tensor]:
     return [*result.outputs, *result.gradients]
 
 
@@ -104,7 +104,7 @@ def _by_filter(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def _differences(
-    mine: verify.Result, theirs: Sequence[verify.Result], leaves: Sequence[torch.Tensor | None]
+    mine: verify.Computed, theirs: Sequence[verify.Computed], leaves: Sequence[torch.Tensor | None]
 ) -> list[str]:
     """Where all of `theirs` agree on what is finite and `mine` is not as they are."""
     found = []
@@ -118,14 +118,14 @@ def _differences(
     return found
 
 
-def _untouched(mine: verify.Result, theirs: Sequence[verify.Result], clean: Sequence[verify.Result]) -> list[Any]:
+def _untouched(mine: verify.Computed, theirs: Sequence[verify.Computed], clean: Sequence[verify.Computed]) -> list[Any]:
     """`mine` and `theirs`, 0 wherever something planted has changed one of `theirs` from `clean`, or `mine` is not finite."""
     kept = [torch.isfinite(t) for t in _all(mine)]
     for dirty, before in zip(theirs, clean, strict=True):
         kept = [k & (a == b) for k, a, b in zip(kept, _all(dirty), _all(before), strict=True)]
     found = [[torch.where(k, t, 0.0) for k, t in zip(kept, _all(result), strict=True)] for result in (mine, *theirs)]
     count = len(mine.outputs)
-    return [verify.Result(tuple(tensors[:count]), tuple(tensors[count:])) for tensors in found]
+    return [verify.Computed(tuple(tensors[:count]), tuple(tensors[count:])) for tensors in found]
 
 
 class Planting:
@@ -139,7 +139,7 @@ class Planting:
         self.above = verify.upstream(case, self.arguments, like, generator)
         self.clean = self._theirs(self.arguments, self.above)
 
-    def _theirs(self, arguments: Sequence[Any], above: Sequence[torch.Tensor]) -> list[verify.Result]:
+    def _theirs(self, arguments: Sequence[Any], above: Sequence[torch.Tensor]) -> list[verify.Computed]:
         """PyTorch's own, and the definition."""
         wide = verify.copies(arguments, wide=True)
         with pytest.MonkeyPatch.context() as patch:

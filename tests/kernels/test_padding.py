@@ -12,7 +12,7 @@ from emulation.planted import passes_with
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 from advisor.ops.padding import api, spec
 from advisor.ops.volume_pooling import api as volumes
 from advisor.ops.volume_pooling import reference as volume_reference
@@ -103,7 +103,7 @@ def test_padding_is_found_and_a_constant_is_none_of_its(emulated) -> None:
     reports = {"padding": match.MatchReport()}
 
     def put_in(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return match.backend(reports, mode=None)(match.twin(graph), inputs)
+        return dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
 
     torch._dynamo.reset()
     with dispatch.everything():

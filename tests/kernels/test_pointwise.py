@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, shared_memory
+from advisor.ops import catalog, dispatch, dynamo, match, shared_memory
 from advisor.ops.batchnorm_act import api as batchnorm_act
-from advisor.ops.moments import Producer
+from advisor.ops.family import Producer
 from advisor.ops.pointwise import api, cuda, reference, spec
 
 FAMILY = catalog.get("pointwise")
@@ -310,7 +310,7 @@ def test_convolutions_before_norms_of_ours_are_found_and_train_as_before(
     x = torch.randn(2, 3, 9, 8)
     torch._dynamo.reset()
     with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
-        ours = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)(x)
+        ours = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)(x)
         theirs = plain(x)
     ours.float().square().sum().backward()
     theirs.float().square().sum().backward()
@@ -330,7 +330,7 @@ def test_before_a_norm_of_one_launch_it_stays_pytorchs() -> None:
     net = nn.Sequential(nn.Conv2d(16, 32, 1, bias=False), nn.BatchNorm2d(32))
     torch._dynamo.reset()
     with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
-        torch.compile(net.train().forward, backend=match.backend(reports, mode=None))(nhwc(2, 16, 4, 4))
+        torch.compile(net.train().forward, backend=dynamo.backend(reports, mode=None))(nhwc(2, 16, 4, 4))
     assert "one launch reads the tensor once" in reports["pointwise"].unmatched["0"]
 
 
@@ -340,7 +340,7 @@ def test_its_weights_are_cast_with_all_others() -> None:
     torch._dynamo.reset()
     with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16), pytest.MonkeyPatch.context() as patch:
         patch.setattr(batchnorm_act.spec, "takes_moments", lambda nbytes, residual: "")
-        torch.compile(net.train().forward, backend=match.backend(reports, mode=None))(nhwc(2, 16, 4, 4))
+        torch.compile(net.train().forward, backend=dynamo.backend(reports, mode=None))(nhwc(2, 16, 4, 4))
     assert len(reports["pointwise"].matched) == 1
     assert reports["weight_casts"].matched == {"0 [32, 16, 1, 1]": "cast to bfloat16"}
 

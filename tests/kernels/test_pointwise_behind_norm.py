@@ -14,7 +14,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match, shared_memory
+from advisor.ops import dispatch, dynamo, match, shared_memory
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.batchnorm_act import reference as batchnorm_reference
 from advisor.ops.batchnorm_act import spec as batchnorm_spec
@@ -418,7 +418,7 @@ def captured(model: nn.Module, x: torch.Tensor, names=("pointwise", "batchnorm_a
     reports = {name: match.MatchReport() for name in names}
     torch._dynamo.reset()
     with dispatch.everything(), torch.autocast("cpu", dtype=torch.bfloat16):
-        result = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)(x)
+        result = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)(x)
     return result, reports["pointwise"].matched
 
 

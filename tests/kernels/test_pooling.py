@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc
+from advisor.ops import catalog, dispatch, dynamo, match, nvrtc
 from advisor.ops.pooling import api, cases, cuda, reference, spec
-from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, PoolWindow
 
 FAMILY = catalog.get("pooling")
-ODD = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
-SPARSE = Window(kernel=(2, 2), stride=(3, 3))
-NO_DILATION = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True)
+ODD = PoolWindow(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+SPARSE = PoolWindow(kernel=(2, 2), stride=(3, 3))
+NO_DILATION = PoolWindow(kernel=(3, 2), stride=(2, 3), padding=(1, 1), ceil_mode=True)
 
 
 def nhwc(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -33,9 +33,9 @@ def pair() -> st.SearchStrategy[tuple[int, int]]:
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> Window:
+def windows(draw: st.DrawFn) -> PoolWindow:
     kernel = draw(pair())
-    return Window(
+    return PoolWindow(
         kernel=kernel,
         stride=draw(pair()),
         padding=(draw(st.integers(0, kernel[0] // 2)), draw(st.integers(0, kernel[1] // 2))),
@@ -45,14 +45,14 @@ def windows(draw: st.DrawFn) -> Window:
 
 
 @given(windows(), st.integers(1, 20), st.integers(1, 20))
-def test_output_size_is_pytorchs(window: Window, height: int, width: int) -> None:
+def test_output_size_is_pytorchs(window: PoolWindow, height: int, width: int) -> None:
     assume(spec.unsupported_window(window, height=height, width=width) == "")
     x = torch.empty(1, 1, height, width, device="meta")
     assert window.output(height, width) == tuple(F.max_pool2d(x, *window.arguments).shape[2:])
 
 
 @pytest.mark.parametrize("window", [K3S2, K2S2, K3S1, ODD, SPARSE], ids=lambda w: w.label)
-def test_the_definition_of_max_pooling_is_pytorchs(window: Window) -> None:
+def test_the_definition_of_max_pooling_is_pytorchs(window: PoolWindow) -> None:
     x = nhwc(2, 3, 9, 11).round()  # many equal values
     x[0, 0, 2, 3] = x[0, 0, 2, 4] = x[1, 1, 0, 0] = torch.nan
     x[0, 1], x[0, 2, 4] = -torch.inf, torch.inf
@@ -68,7 +68,7 @@ def test_the_definition_of_max_pooling_is_pytorchs(window: Window) -> None:
 @pytest.mark.parametrize("divisor", [None, 5])
 @pytest.mark.parametrize("include", [True, False])
 @pytest.mark.parametrize("window", [K3S2, K3S1, NO_DILATION, SPARSE], ids=lambda w: w.label)
-def test_the_definition_of_average_pooling_is_pytorchs(window: Window, include: bool, divisor: int | None) -> None:
+def test_the_definition_of_average_pooling_is_pytorchs(window: PoolWindow, include: bool, divisor: int | None) -> None:
     x = nhwc(2, 3, 9, 11).double()
     call = (window.kernel, window.stride, window.padding, window.ceil_mode, include, divisor)
     torch.testing.assert_close(reference.avg_pool2d(x, *call), F.avg_pool2d(x, *call))
@@ -84,7 +84,7 @@ def test_references_pass_gradcheck() -> None:
 
 
 @given(windows(), st.integers(1, 60), st.integers(1, 60), st.integers(1, 300))
-def test_launches_cover_all_work_once(window: Window, height: int, width: int, vectors: int) -> None:
+def test_launches_cover_all_work_once(window: PoolWindow, height: int, width: int, vectors: int) -> None:
     assume(spec.unsupported_window(window, height=height, width=width) == "")
     out_height, out_width = window.output(height, width)
     forward = spec.forward_geometry(window, vectors, out_height, out_width)
@@ -145,13 +145,13 @@ def test_unsupported_tensors_are_named(change: dict, reason: str) -> None:
     [
         (K3S2, ""),
         (ODD, ""),
-        (Window(kernel=(8, 8), stride=(2, 2)), "64 elements"),
-        (Window(kernel=(5, 5), stride=(5, 1)), "stride 5"),
-        (Window(kernel=(3, 3), stride=(1, 1), padding=(2, 1)), "half the window"),
-        (Window(kernel=(7, 7), stride=(1, 1), dilation=(3, 1)), "larger than the image"),
+        (PoolWindow(kernel=(8, 8), stride=(2, 2)), "64 elements"),
+        (PoolWindow(kernel=(5, 5), stride=(5, 1)), "stride 5"),
+        (PoolWindow(kernel=(3, 3), stride=(1, 1), padding=(2, 1)), "half the window"),
+        (PoolWindow(kernel=(7, 7), stride=(1, 1), dilation=(3, 1)), "larger than the image"),
     ],
 )
-def test_unsupported_windows_are_named(window: Window, reason: str) -> None:
+def test_unsupported_windows_are_named(window: PoolWindow, reason: str) -> None:
     answer = spec.unsupported_window(window, height=14, width=14)
     assert reason in answer if reason else answer == ""
 
@@ -203,7 +203,7 @@ def test_behind_a_bias_and_relu_values_are_those_of_pooling_what_was_written(emu
 
 
 @given(windows(), st.integers(1, 20), st.integers(1, 20))
-def test_a_window_is_counted_once_for_the_bias(window: Window, height: int, width: int) -> None:
+def test_a_window_is_counted_once_for_the_bias(window: PoolWindow, height: int, width: int) -> None:
     """Each begins in one of the groups that the backward walks over, which begin with the first."""
     assume(spec.unsupported_window(window, height=height, width=width) == "" and not spec.unsupported_bias(window))
     assert all(p // s == 0 for p, s in zip(window.padding, window.stride, strict=True))
@@ -212,8 +212,10 @@ def test_a_window_is_counted_once_for_the_bias(window: Window, height: int, widt
     assert spec.backward_group(window) == 1
 
 
-@pytest.mark.parametrize("window", [K3S1, Window(kernel=(5, 5), stride=(2, 2), padding=(2, 2))], ids=lambda w: w.label)
-def test_windows_that_share_their_beginning_are_left_to_relu_and_pooling(emulated, window: Window) -> None:
+@pytest.mark.parametrize(
+    "window", [K3S1, PoolWindow(kernel=(5, 5), stride=(2, 2), padding=(2, 2))], ids=lambda w: w.label
+)
+def test_windows_that_share_their_beginning_are_left_to_relu_and_pooling(emulated, window: PoolWindow) -> None:
     x, bias = nhwc(1, 8, 9, 9), torch.linspace(-1.0, 1.0, 8)
     with dispatch.everything():
         y = api.bias_relu_max_pool2d(x, bias, *window.arguments)
@@ -350,7 +352,7 @@ FOUND = [
 
 def _capture(model: nn.Module) -> tuple[match.MatchReport, object]:
     report = match.MatchReport()
-    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=None), dynamic=False)
+    return report, torch.compile(model.forward, backend=dynamo.backend({FAMILY.id: report}, mode=None), dynamic=False)
 
 
 def test_calls_are_found_in_every_style() -> None:

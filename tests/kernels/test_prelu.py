@@ -11,7 +11,7 @@ import torch
 from emulation.planted import passes_with
 from torch import nn
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 from advisor.ops.prelu import api, reference
 
 FAMILY = catalog.get("prelu")
@@ -36,7 +36,7 @@ def test_it_is_found_and_trains_as_before(emulated) -> None:
     reports = {"prelu": match.MatchReport()}
 
     def put_in(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
-        return match.backend(reports, mode=None)(match.twin(graph), inputs)
+        return dynamo.backend(reports, mode=None)(dynamo.twin(graph), inputs)
 
     torch._dynamo.reset()
     with dispatch.everything():

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from advisor.bench.placed import placed
 from advisor.core.errors import AdvisorError
-from advisor.ops import catalog, cuda_driver, dispatch, match, tensor_map, verify
+from advisor.ops import catalog, cuda_driver, dispatch, dynamo, match, tensor_map, verify
 from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.bias_act import api as bias_act
 from advisor.ops.family import Case, Family
@@ -76,7 +76,7 @@ OF_CONVOLUTIONS = {"bias_add", "exact_conv", "few_channels"}
 def captured(model: nn.Module) -> Any:
     families = (family for family in catalog.FAMILIES if family.captured and family.id not in OF_CONVOLUTIONS)
     reports = {family.id: match.MatchReport() for family in families}
-    return torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    return torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
 
 
 def step(run: Any, model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:

@@ -33,7 +33,7 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
 
 @given(
     call=st.builds(
-        spec.Call,
+        spec.StridedConv,
         batch=st.integers(1, 300),
         inputs=st.integers(1, 300).map(lambda octets: 8 * octets),
         outputs=st.integers(1, 300).map(lambda octets: 8 * octets),
@@ -45,7 +45,7 @@ def test_the_definition_is_pytorchs_and_passes_gradcheck() -> None:
     arch=st.sampled_from((80, 86, 89, 90, 100, 120)),
 )
 def test_a_plan_covers_every_row_and_channel_within_shared_memory(
-    call: spec.Call, gradient: bool, sm_count: int, arch: int
+    call: spec.StridedConv, gradient: bool, sm_count: int, arch: int
 ) -> None:
     plan = spec.plan(call, sm_count, arch, gradient=gradient)
     depth, wide = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)

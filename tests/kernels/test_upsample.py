@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import catalog, dispatch, match, nvrtc
+from advisor.ops import catalog, dispatch, dynamo, match, nvrtc
 from advisor.ops.upsample import api, cases, cuda, reference, spec
 
 FAMILY = catalog.get("upsample")
@@ -251,7 +251,7 @@ def _inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
 
 def _capture(model: nn.Module) -> tuple[match.MatchReport, object]:
     report = match.MatchReport()
-    return report, torch.compile(model.forward, backend=match.backend({FAMILY.id: report}, mode=None), dynamic=False)
+    return report, torch.compile(model.forward, backend=dynamo.backend({FAMILY.id: report}, mode=None), dynamic=False)
 
 
 def test_interpolations_are_found_with_the_concatenation() -> None:
@@ -439,7 +439,7 @@ def test_a_result_is_rounded_where_all_that_reads_it_would(
     x, skip, _ = _inputs()
     seen: list[torch.fx.Graph] = []
     report = match.MatchReport()
-    substitute = match.backend({FAMILY.id: report}, mode=None)
+    substitute = dynamo.backend({FAMILY.id: report}, mode=None)
 
     def backend(graph_module: torch.fx.GraphModule, inputs: object) -> object:
         seen.append(graph_module.graph)
@@ -477,7 +477,7 @@ def test_what_only_moves_a_rounded_value_is_known_to_hold_it(cuda_autocast) -> N
     model = Uneven()
     held: dict[str, torch.dtype] = {}
     report = match.MatchReport()
-    substitute = match.backend({FAMILY.id: report}, mode=None)
+    substitute = dynamo.backend({FAMILY.id: report}, mode=None)
 
     def backend(graph_module: torch.fx.GraphModule, inputs: object) -> object:
         run = substitute(graph_module, inputs)

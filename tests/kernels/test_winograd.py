@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, dynamo, match
 from advisor.ops.winograd import api, cuda, spec
 
 NHWC = torch.channels_last
@@ -122,7 +122,7 @@ def test_a_network_has_it_where_channels_are_many() -> None:
     def forward(x: torch.Tensor) -> list[torch.Tensor]:
         return [conv(x) for conv in net]
 
-    torch.compile(forward, backend=match.backend(reports, mode=None), dynamic=False)(
+    torch.compile(forward, backend=dynamo.backend(reports, mode=None), dynamic=False)(
         torch.randn(128, 512, 28, 28, device="meta", dtype=torch.bfloat16)
     )
     assert list(reports["winograd"].matched.values()) == ["winograd 512 to 512"]

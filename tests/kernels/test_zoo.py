@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from advisor.ops import catalog, dispatch, match
+from advisor.ops import catalog, dispatch, dynamo, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.conv3x3 import spec as conv3x3
 from advisor.ops.convolution_support import Sizes
@@ -224,7 +224,7 @@ BEHIND_NORMS = {"resnext50_32x4d": 12 + 7}
 def test_convolutions_behind_norms_are_found(name: str) -> None:
     model = build("torchvision", name)
     reports = {name: match.MatchReport() for name in ("batchnorm_concat", "batchnorm_act", "pointwise")}
-    captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    captured = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
     captured(torch.randn(2, 3, 224, 224, device="meta"))
     found = [what for what in reports["pointwise"].matched.values() if "bn" in what]
     assert len(found) == BEHIND_NORMS[name], found
@@ -256,7 +256,7 @@ def test_every_site_is_found(monkeypatch: pytest.MonkeyPatch, package: str, name
         batchnorm_act, "forked_batchnorm_act", lambda *given, **named: calls.append(given) or forked(*given, **named)
     )
     reports = {family: match.MatchReport() for family in SITES}
-    captured = torch.compile(model.forward, backend=match.backend(reports, mode=None), dynamic=False)
+    captured = torch.compile(model.forward, backend=dynamo.backend(reports, mode=None), dynamic=False)
     captured(torch.randn(2, 3, 224, 224, device="meta"))
     for family, report in reports.items():
         assert report.graphs == 1, "the model was not captured whole"

@@ -65,7 +65,7 @@ def body(cluster: Cluster, arrays: dict[int, Any] | list[Any], scalar_types: lis
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class FusedKernel:
     """A kernel whose blocks are shared out between functions. `functions`: their sources by name."""
 
     name: str
@@ -74,7 +74,7 @@ class Kernel:
     blocks: int
 
 
-def kernel(bodies: list[Body]) -> Kernel:
+def kernel(bodies: list[Body]) -> FusedKernel:
     """The kernel that runs these functions side by side."""
     functions: dict[str, str] = {}
     calls: list[str] = []
@@ -91,7 +91,7 @@ def kernel(bodies: list[Body]) -> Kernel:
     text = "\n  ".join(calls)
     rest = f"({', '.join(parameters)}) {{\n  {text}\n}}\n"
     name = "advisor_fused_" + hashlib.sha256(rest.encode()).hexdigest()[:12]
-    return Kernel(name, functions, f'extern "C" __global__ __launch_bounds__({THREADS}) void {name}{rest}', first)
+    return FusedKernel(name, functions, f'extern "C" __global__ __launch_bounds__({THREADS}) void {name}{rest}', first)
 
 
 class Kernels:
@@ -103,7 +103,7 @@ class Kernels:
 
     def compile(self, steps: list[Step], arrays: dict[int, Any], scalar_types: list[str]) -> None:
         """All kernels that these steps need and that are not there yet."""
-        wanted: dict[str, Kernel] = {}
+        wanted: dict[str, FusedKernel] = {}
         for step in steps:
             if step.kernels:
                 made = kernel([body(cluster, arrays, scalar_types) for cluster in step.kernels])
@@ -121,7 +121,7 @@ class Kernels:
         self._known[made.name]((made.blocks,), (THREADS,), tuple(values))
 
 
-def source(kernels: list[Kernel]) -> str:
+def source(kernels: list[FusedKernel]) -> str:
     """The text of a module; functions that kernels have in common are there once."""
     functions = {name: text for each in kernels for name, text in each.functions.items()}
     return _PREAMBLE + "".join(functions.values()) + "".join(each.source for each in kernels)

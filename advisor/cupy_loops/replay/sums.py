@@ -72,7 +72,7 @@ def source(letter: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class SumLaunch:
     """One kernel over (outer, middle, inner) numbers, which gives `parts` rows of `middle` sums."""
 
     kernel: str
@@ -81,20 +81,20 @@ class Launch:
     parts: int
 
 
-def launches(outer: int, middle: int, inner: int) -> list[Launch]:
+def launches(outer: int, middle: int, inner: int) -> list[SumLaunch]:
     """What sums an array seen so."""
     if inner == 1 and middle >= _FEW_COLUMNS:
         blocks = -(-middle // 32)
         parts = max(1, min(-(-BLOCKS // blocks), outer // LEAST))
         each = -(-outer // parts)
         parts = -(-outer // each)
-        first = Launch("advisor_sum_columns", (blocks, parts), (outer, middle, each), parts)
+        first = SumLaunch("advisor_sum_columns", (blocks, parts), (outer, middle, each), parts)
     else:
         numbers = outer * inner
         parts = max(1, min(-(-BLOCKS // middle), numbers // (256 * 4)))
         each = -(-numbers // parts)
         parts = -(-numbers // each)
-        first = Launch("advisor_sum_parts", (middle, parts), (outer, middle, inner, each), parts)
+        first = SumLaunch("advisor_sum_parts", (middle, parts), (outer, middle, inner, each), parts)
     return [first] if parts == 1 else [first, *launches(parts, middle, 1)]
 
 

@@ -9,7 +9,7 @@ from math import gcd
 
 from advisor.core import architectures
 from advisor.ops import channel_tiles, dispatch_table, shared_memory, sources
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
@@ -332,7 +332,7 @@ def unsupported(
 
 def geometry(
     rows: int, channels: int, dtype: str, sm_count: int, blocks_per_sm: int, *, joined: bool = False
-) -> Geometry:
+) -> TileGeometry:
     """Launch geometry for as many blocks as run at once on `sm_count` SMs. `joined`: a row is several, and its channels their columns."""
     vectors = channels // vector_width(dtype)
     tile = channel_tiles.piece(vectors)

@@ -9,7 +9,7 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_concat import spec
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.launches import Launch, launch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -18,7 +18,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def _launch(
     source: str,
     defines: dict[str, int],
-    shape: Geometry,
+    shape: TileGeometry,
     channels: int,
     pitches: tuple[int, ...],
     dtype: torch.dtype,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act.spec import ACTIVATIONS
 from advisor.ops.batchnorm_act.spec import name as norm_name
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 APPEND = "batchnorm_concat/batchnorm_concat_append.cu"
@@ -107,7 +107,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     )
 
 
-def forward_geometry(rows: int, channels: int, dtype: str) -> Geometry:
+def forward_geometry(rows: int, channels: int, dtype: str) -> TileGeometry:
     """Launch geometry of FORWARD over `channels` of a row."""
     vectors = channels // vector_width(dtype)
     return channel_tiles.one_pass(rows, vectors, threads=FORWARD_THREADS, unroll=FORWARD_UNROLL, otherwise=MAX_TILE)
@@ -115,7 +115,7 @@ def forward_geometry(rows: int, channels: int, dtype: str) -> Geometry:
 
 def geometry(
     rows: int, channels: int, dtype: str, sm_count: int, *, blocks_per_sm: int, unroll: int, lines: bool = False
-) -> Geometry:
+) -> TileGeometry:
     """Launch geometry of the others over `channels` of a row, for as many blocks as run at once on `sm_count` SMs.
 
     With `lines` a block covers whole cache lines where no divisor of a row does, and the last of a row is left with fewer vectors: of

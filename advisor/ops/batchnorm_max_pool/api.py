@@ -17,10 +17,10 @@ from advisor.ops.batchnorm_act.reference import activate
 from advisor.ops.batchnorm_max_pool import cuda, reference, spec
 from advisor.ops.operation import NONE, OWN, Arguments, Gradients, Operation, Saved
 from advisor.ops.pooling.api import flat_indices
-from advisor.ops.pooling.spec import Pair, Window, window
+from advisor.ops.pooling.spec import Pair, PoolWindow, window
 
 
-def unsupported(x: torch.Tensor, activation: str, slope: float, pool: Window) -> str:
+def unsupported(x: torch.Tensor, activation: str, slope: float, pool: PoolWindow) -> str:
     """Why the kernels cannot take this call; empty when they can."""
     reason = nvrtc.on_device(x)
     if reason:
@@ -36,7 +36,7 @@ def _unsupported(
     dtype: torch.dtype,
     activation: str,
     slope: float,
-    pool: Window,
+    pool: PoolWindow,
     device: int,
 ) -> str:
     return spec.unsupported(

@@ -9,13 +9,13 @@ import torch
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.batchnorm_max_pool import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
-from advisor.ops.pooling.spec import K2S2, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S2, PoolWindow
 
 _KINKS = {"relu": (0.0,), "relu6": (0.0, 6.0), "leaky_relu": (0.0,), "none": ()}
 
 
 def _inputs(
-    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, activation: str, window: Window
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, activation: str, window: PoolWindow
 ) -> Arguments:
     """x [n, C, H, W] channels_last, mean 0.5, deviation 1.5; a third of the weights negative; statistics [C] fp32."""
     device = generator.device
@@ -65,7 +65,7 @@ def _steady(
     return torch.stack([torch.ones_like(z, dtype=torch.bool), *((z - k).abs() >= 1e-3 for k in kinks)]).all(0)
 
 
-def _case(shape: tuple[int, ...], window: Window, dtype: str, activation: str = "relu") -> Case:
+def _case(shape: tuple[int, ...], window: PoolWindow, dtype: str, activation: str = "relu") -> Case:
     n, c, h, w = shape
     oh, ow = window.output(h, w)
     forward, backward = spec.bytes_moved(
@@ -99,7 +99,7 @@ BENCHMARK = (
     # Xception's first block, no activation between: not dispatched until it is measured.
     _case((64, 128, 147, 147), K3S2, "bfloat16", "none"),
 )
-_WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+_WIDE = PoolWindow(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
 # They run emulated in the tests too, where each variant is compiled.
 VERIFICATION = (
     _case((3, 24, 13, 11), K3S2, "float32"),

@@ -16,12 +16,12 @@ from advisor.ops.batchnorm_act.cuda import merge_moments, one_of_two
 from advisor.ops.batchnorm_max_pool import spec
 from advisor.ops.launches import Launch, launch
 from advisor.ops.pooling.cuda import output
-from advisor.ops.pooling.spec import Window
+from advisor.ops.pooling.spec import PoolWindow
 
 Shape = tuple[int, int, int, int]
 
 
-def _tiles(source: str, shape: Shape, dtype: torch.dtype, activation: str, window: Window, device: int) -> Launch:
+def _tiles(source: str, shape: Shape, dtype: torch.dtype, activation: str, window: PoolWindow, device: int) -> Launch:
     n, _, h, w = shape
     name, (oh, ow) = storage.name(dtype), window.output(h, w)
     tile = spec.geometry(window, shape, name, nvrtc.sm_count(device), backward=source == spec.BACKWARD)
@@ -32,7 +32,7 @@ def _tiles(source: str, shape: Shape, dtype: torch.dtype, activation: str, windo
 
 @lru_cache(maxsize=1024)
 def _launches(
-    names: tuple[str, str], shape: Shape, dtype: torch.dtype, activation: str, window: Window, device: int
+    names: tuple[str, str], shape: Shape, dtype: torch.dtype, activation: str, window: PoolWindow, device: int
 ) -> tuple[Launch, Launch]:
     """Of kernels/batchnorm over rows of channels, and of the windows. `names`: the first one's, and the second's source."""
     n, c, h, w = shape
@@ -51,7 +51,7 @@ def forward(
     eps: float,
     activation: str,
     slope: float,
-    window: Window,
+    window: PoolWindow,
     *,
     in_place: bool = True,
     moments: torch.Tensor | None = None,
@@ -90,7 +90,7 @@ def backward(
     bias: torch.Tensor,
     activation: str,
     slope: float,
-    window: Window,
+    window: PoolWindow,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dweight and dbias [C] fp32. dy: like the forward's y, channels_last; the caller makes it so."""
     device = x.device.index or 0

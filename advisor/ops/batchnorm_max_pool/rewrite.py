@@ -12,7 +12,7 @@ from advisor.ops import dispatch, match, moments, storage
 from advisor.ops.batchnorm_act.rewrite import BatchNorm, batch_norm, copy_back
 from advisor.ops.batchnorm_max_pool import api, spec
 from advisor.ops.pooling.rewrite import max_pool_window
-from advisor.ops.pooling.spec import Window
+from advisor.ops.pooling.spec import PoolWindow
 
 
 def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled: bool) -> None:
@@ -63,7 +63,7 @@ def _chain(pool: fx.Node) -> tuple[tuple[fx.Node, ...], str, float] | None:
     return nodes, activation, slope
 
 
-def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope: float, window: Window) -> str:
+def _refused(norm: BatchNorm, nodes: tuple[fx.Node, ...], activation: str, slope: float, window: PoolWindow) -> str:
     if any(match.only_user(node) is None for node in nodes):
         return "what is pooled is used elsewhere too"
     if norm.variant:
@@ -91,7 +91,7 @@ def _substitute(
     nodes: tuple[fx.Node, ...],
     activation: str,
     slope: float,
-    window: Window,
+    window: PoolWindow,
     *,
     compiled: bool,
 ) -> list[tuple[fx.Node, fx.Node, int]]:

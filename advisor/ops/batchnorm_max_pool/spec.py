@@ -8,7 +8,7 @@ from functools import lru_cache
 from advisor.ops import dispatch_table, storage
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.pooling import spec as pooling
-from advisor.ops.pooling.spec import Window
+from advisor.ops.pooling.spec import PoolWindow
 
 FORWARD = "pooling/batchnorm_max_pool_forward.cu"
 BACKWARD = "pooling/batchnorm_max_pool_backward.cu"
@@ -32,7 +32,14 @@ TUNABLE = {
 
 
 def unsupported(
-    *, shape: tuple[int, ...], window: Window, channels_last: bool, dtype: str, activation: str, slope: float, arch: int
+    *,
+    shape: tuple[int, ...],
+    window: PoolWindow,
+    channels_last: bool,
+    dtype: str,
+    activation: str,
+    slope: float,
+    arch: int,
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
     if activation not in ACTIVATIONS:
@@ -67,7 +74,7 @@ def kind(activation: str) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class NormPoolGeometry:
     """Grid (channel tiles, blocks), each block walking over tiles of all images: see kernels/pooling."""
 
     block: tuple[int, int, int]
@@ -77,7 +84,7 @@ class Geometry:
     vectors: int
 
 
-def _tile(window: Window, shape: tuple[int, ...], dtype: str, *, backward: bool) -> pooling.Geometry:
+def _tile(window: PoolWindow, shape: tuple[int, ...], dtype: str, *, backward: bool) -> pooling.PoolGeometry:
     _, c, h, w = shape
     vectors = c // storage.vector_width(dtype)
     if backward:
@@ -91,7 +98,7 @@ def _tile(window: Window, shape: tuple[int, ...], dtype: str, *, backward: bool)
     return pooling.geometry(vectors, -(-columns // STRIP), rows, reach, step, THREADS, MAX_CHANNEL_TILE)
 
 
-def tiles(window: Window, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
+def tiles(window: PoolWindow, shape: tuple[int, ...], dtype: str) -> tuple[int, int]:
     """Tiles of all images that the forward and the backward walk over."""
     found = [_tile(window, shape, dtype, backward=backward) for backward in (False, True)]
     forward, backward = (shape[0] * tile.row_tiles * tile.column_tiles for tile in found)
@@ -99,16 +106,20 @@ def tiles(window: Window, shape: tuple[int, ...], dtype: str) -> tuple[int, int]
 
 
 @lru_cache(maxsize=4096)
-def geometry(window: Window, shape: tuple[int, ...], dtype: str, sm_count: int, *, backward: bool) -> Geometry:
+def geometry(
+    window: PoolWindow, shape: tuple[int, ...], dtype: str, sm_count: int, *, backward: bool
+) -> NormPoolGeometry:
     """As many blocks as run at once on `sm_count` SMs, and none without a tile."""
     tile = _tile(window, shape, dtype, backward=backward)
     walked = shape[0] * tile.row_tiles * tile.column_tiles
     per_sm = (BACKWARD_THREADS_PER_SM if backward else FORWARD_THREADS_PER_SM) // THREADS
     blocks = max(1, min(walked, sm_count * per_sm // tile.channel_tiles))
-    return Geometry(tile.block, (tile.channel_tiles, blocks, 1), tile.row_tiles, tile.column_tiles, tile.vectors)
+    return NormPoolGeometry(
+        tile.block, (tile.channel_tiles, blocks, 1), tile.row_tiles, tile.column_tiles, tile.vectors
+    )
 
 
-def defines(window: Window, dtype: str, activation: str) -> dict[str, int]:
+def defines(window: PoolWindow, dtype: str, activation: str) -> dict[str, int]:
     """Macros of one variant, of both sources."""
     return {
         **pooling.window_defines(window, dtype),

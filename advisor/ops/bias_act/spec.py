@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act import spec as batchnorm_act
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_act/bias_act_forward.cu"
@@ -249,7 +249,7 @@ def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: st
     return ""
 
 
-def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int]) -> Geometry:
+def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int]) -> TileGeometry:
     """Launch geometry of a pass that ends in sums over rows, of the variant of these macros."""
     vectors = channels // vector_width(dtype)
     return channel_tiles.geometry(

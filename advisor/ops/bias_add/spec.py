@@ -6,7 +6,7 @@ import math
 from functools import lru_cache
 
 from advisor.ops import channel_tiles, dispatch_table
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
 
 FORWARD = "bias_add/bias_add_forward.cu"
@@ -65,7 +65,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
 
 
 @lru_cache(maxsize=4096)
-def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> Geometry:
+def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> TileGeometry:
     """Launch geometry of the sums."""
     vectors = channels // vector_width(dtype)
     return channel_tiles.geometry(

@@ -14,16 +14,18 @@ import torch
 
 from advisor.ops import alignment, dispatch, nvrtc, storage, tensor_map
 from advisor.ops.conv3x3 import cuda, spec
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, cast
 
 engaged, fell_back = dispatch.counters("conv3x3")
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.Conv3x3:
     return spec.call(tuple(x.shape), weight.shape[0])
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, *, moments: bool) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Conv3x3, *, moments: bool
+) -> tuple[Any, ...]:
     """y from the kernel or, where that is faster, PyTorch's own; the kernel's moments, if asked for; the weight as PyTorch's own read it."""
     if not spec.product_left(call):
         return *cuda.forward(x, weight, call, moments=moments), None
@@ -37,7 +39,7 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     _bias: None,
-    call: spec.Call,
+    call: spec.Conv3x3,
     wanted: Sequence[bool],
     read: torch.Tensor | None = None,
 ) -> Gradients:
@@ -63,7 +65,7 @@ CONVOLUTION = Convolution(
     name="conv3x3",
     family="conv3x3",
     supports=spec.SUPPORTS,
-    geometry=lambda x: Geometry(padding=(1, 1)),
+    geometry=lambda x: ConvGeometry(padding=(1, 1)),
     call=_call,
     wins=lambda x, *others: spec.wins(_call(x, *others), storage.name(x.dtype)),
     label=lambda call: spec.name(call.inputs, call.outputs),

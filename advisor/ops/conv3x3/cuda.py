@@ -10,19 +10,19 @@ from advisor.ops import nvrtc, storage, tensor_map
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import spec
 from advisor.ops.conv3x3 import weight as blocks
-from advisor.ops.conv3x3.spec import Call
+from advisor.ops.conv3x3.spec import Conv3x3
 from advisor.ops.launches import Launch, launch
 
 
 @lru_cache(maxsize=4096)
 def _launch(
-    product: Call,
+    product: Conv3x3,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     weight_strides: tuple[int, ...],
     device: int,
     moments: bool,
-) -> tuple[Launch, spec.Plan]:
+) -> tuple[Launch, spec.Conv3x3Plan]:
     plan = spec.plan(product, nvrtc.sm_count(device))
     names = storage.name(dtype), storage.name(weight_dtype)
     macros = spec.defines(product, plan, *names, moments=moments)
@@ -32,7 +32,7 @@ def _launch(
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, product: Call, *, moments: bool = False
+    x: torch.Tensor, weight: torch.Tensor, product: Conv3x3, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     made, plan = _launch(product, x.dtype, weight.dtype, weight.stride(), x.device.index or 0, moments)
     shape = (product.batch, product.outputs, product.height, product.width)
@@ -47,7 +47,7 @@ def _product(
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, call: Call, *, moments: bool = False
+    x: torch.Tensor, weight: torch.Tensor, call: Conv3x3, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns y [N, O, H, W] channels_last in x's dtype and, if asked for, its moments [parts, 3, O] fp32 (ops/moments.py).
 
@@ -56,15 +56,15 @@ def forward(
     return _product(x, weight, call, moments=moments)
 
 
-def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Conv3x3) -> torch.Tensor:
     """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last, 16-byte aligned."""
     return _product(dy, weight, call.gradient())[0]
 
 
 @lru_cache(maxsize=4096)
 def _weight(
-    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
-) -> tuple[Launch, Launch, blocks.Plan]:
+    call: Conv3x3, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
+) -> tuple[Launch, Launch, blocks.Conv3x3WeightPlan]:
     """The launch, the one that adds up what it leaves, and their plan."""
     plan = spec.weight_plan(call, nvrtc.sm_count(device))
     macros = spec.weight_defines(call, plan, storage.name(dtype), storage.name(weight_dtype))
@@ -79,7 +79,7 @@ def _weight(
     )
 
 
-def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Conv3x3) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, 16-byte aligned, one dtype."""
     device = x.device.index or 0
     dweight = torch.empty_like(weight)

@@ -7,7 +7,7 @@ from torch import fx
 
 from advisor.ops import match
 from advisor.ops.conv3x3 import api, spec
-from advisor.ops.moments import Producer
+from advisor.ops.family import Producer
 from advisor.ops.rewriting_3x3 import rewriting
 
 rewrite = rewriting(spec, lambda: spec.STORAGE, api.conv3x3, torch.ops.advisor.conv3x3.default)

@@ -47,7 +47,7 @@ WEIGHT_CHANNELS = (32, 128)  # multiples of the one up to the other: past that c
 _SMS, _ROOM = architectures.MEASURED.sms, 1.15
 
 
-class Call(NamedTuple):
+class Conv3x3(NamedTuple):
     """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input.
 
     Of the gradient of a weight alone there are `groups` of so many channels, and a `stride`; `height` and `width` are x's.
@@ -62,16 +62,16 @@ class Call(NamedTuple):
     groups: int = 1
     stride: int = 1
 
-    def gradient(self) -> Call:
+    def gradient(self) -> Conv3x3:
         """Of a forward: the product that gives the gradient of its input."""
-        return Call(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
+        return Conv3x3(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], outputs: int) -> Call:
+def call(shape: tuple[int, ...], outputs: int) -> Conv3x3:
     """The forward on an input of `shape` [N, I, H, W]."""
     n, inputs, h, w = shape
-    return Call(n, inputs, outputs, h, w)
+    return Conv3x3(n, inputs, outputs, h, w)
 
 
 def name(inputs: int, outputs: int) -> str:
@@ -83,48 +83,48 @@ def name(inputs: int, outputs: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def product_wins(product: Call) -> str:
+def product_wins(product: Conv3x3) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernel is measured to be faster."""
     sizes = (product.outputs, product.inputs) if product.turned else (product.inputs, product.outputs)
     return _product_unsupported(product) or _part(product, *sizes, "gradient" if product.turned else "forward")
 
 
-def product_left(product: Call) -> str:
+def product_left(product: Conv3x3) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernel makes it."""
     return dispatch.refusal(_product_unsupported(product), product_wins(product))
 
 
 @lru_cache(maxsize=4096)
-def weight_wins(call: Call) -> str:
+def weight_wins(call: Conv3x3) -> str:
     """Why PyTorch's own operation makes the weight's gradient; empty where the kernels are measured to be faster."""
     return _weight_unsupported(call) or _part(call, call.inputs, call.outputs, "weight") or room(call)
 
 
-def weight_left(call: Call) -> str:
+def weight_left(call: Conv3x3) -> str:
     """Why PyTorch's own operation makes the weight's gradient of a call that the kernels took; empty where the kernels do."""
     return dispatch.refusal(_weight_unsupported(call), weight_wins(call))
 
 
 @lru_cache(maxsize=4096)
-def _product_unsupported(product: Call) -> str:
+def _product_unsupported(product: Conv3x3) -> str:
     if _fits(product.inputs, product.outputs, product.turned):
         return ""
     return f"products from {product.inputs} to {product.outputs} channels"
 
 
 @lru_cache(maxsize=4096)
-def _weight_unsupported(call: Call) -> str:
+def _weight_unsupported(call: Conv3x3) -> str:
     if _weight_fits(call.inputs, call.outputs):
         return ""
     return f"the weight's gradient from {call.inputs} to {call.outputs} channels"
 
 
-def _part(product: Call, inputs: int, outputs: int, part: str) -> str:
+def _part(product: Conv3x3, inputs: int, outputs: int, part: str) -> str:
     sizes = {"pixels": product.batch * product.height * product.width, "filled": _filled(product)}
     return dispatch_table.refusal("conv3x3", name(inputs, outputs), "", sizes, part=part)
 
 
-def room(call: Call) -> str:
+def room(call: Conv3x3) -> str:
     """Why the sums of the weight's blocks take too much memory; empty where they do not."""
     left, gradient = (
         weight_plan(call, _SMS).left_bytes,
@@ -136,7 +136,7 @@ def room(call: Call) -> str:
 
 
 @lru_cache(maxsize=4096)
-def wins(call: Call, dtype: str) -> str:
+def wins(call: Conv3x3, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype not in STORAGE:
         return UNMEASURED
@@ -196,7 +196,7 @@ def _weight_fits(inputs: int, outputs: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Conv3x3Plan:
     """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image."""
 
     columns: int
@@ -231,20 +231,20 @@ def _shared_bytes(inputs: int, outputs: int, columns: int, turned: bool) -> int:
     return found if found <= SHARED_BYTES and -(-outputs // 64) * columns <= SUMS else 0
 
 
-def _bands(product: Call, columns: int) -> int:
+def _bands(product: Conv3x3, columns: int) -> int:
     return -(-product.height // (columns // 8))
 
 
-def _filled(product: Call) -> float:
+def _filled(product: Conv3x3) -> float:
     """The share of pixels in tiles that are the image's, of the tiles that fit it best."""
     rows = min(_bands(product, columns) * (columns // 8) for columns in COLUMNS)
     return product.height / rows * product.width / (-(-product.width // 8) * 8)
 
 
 @lru_cache(maxsize=4096)
-def plan(product: Call, sm_count: int) -> Plan:
+def plan(product: Conv3x3, sm_count: int) -> Conv3x3Plan:
     """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
-    best: tuple[float, Plan] | None = None
+    best: tuple[float, Conv3x3Plan] | None = None
     for columns in COLUMNS:
         nbytes = _shared_bytes(product.inputs, product.outputs, columns, product.turned)
         if not nbytes:
@@ -253,13 +253,15 @@ def plan(product: Call, sm_count: int) -> Plan:
         tiles = product.batch * bands * strips
         cost = -(-tiles // sm_count) * (columns + TILE_COST)
         if best is None or cost < best[0]:
-            best = cost, Plan(columns, nbytes, bands, strips, tiles, min(tiles, sm_count))
+            best = cost, Conv3x3Plan(columns, nbytes, bands, strips, tiles, min(tiles, sm_count))
     if best is None:  # `_fits` said otherwise
         raise ValueError(f"no launch for {product}")
     return best[1]
 
 
-def defines(product: Call, plan: Plan, dtype: str, weight_dtype: str, *, moments: bool = False) -> dict[str, int]:
+def defines(
+    product: Conv3x3, plan: Conv3x3Plan, dtype: str, weight_dtype: str, *, moments: bool = False
+) -> dict[str, int]:
     """Macros of CONV."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -289,7 +291,7 @@ TRAINED = (
 TRAINED_WITH_NORM = ((256, 64, 64, 56), (32, 64, 64, 256), (32, 128, 64, 256), (128, 64, 64, 32))
 
 
-def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str) -> dict[str, int]:
+def weight_defines(call: Conv3x3, plan: weight.Conv3x3WeightPlan, dtype: str, weight_dtype: str) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT."""
     windowed, plain = (call.inputs, call.outputs) if plan.x_windowed else (call.outputs, call.inputs)
     return {
@@ -307,7 +309,7 @@ def weight_defines(call: Call, plan: weight.Plan, dtype: str, weight_dtype: str)
     }
 
 
-def weight_plan(call: Call, sm_count: int) -> weight.Plan:
+def weight_plan(call: Conv3x3, sm_count: int) -> weight.Conv3x3WeightPlan:
     """The launch of BACKWARD_WEIGHT."""
     height, width = ((size - 1) // call.stride + 1 for size in (call.height, call.width))
     return weight.plan(call.batch, call.inputs, call.outputs, height, width, sm_count, call.groups, call.stride)
@@ -328,7 +330,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
         (64, 64, 14, False),
         (64, 64, 8, False),
     )
-    grouped = (Call(256, wide, wide, side, side, groups=4, stride=stride) for wide, stride, side in _GROUPED)
+    grouped = (Conv3x3(256, wide, wide, side, side, groups=4, stride=stride) for wide, stride, side in _GROUPED)
     found = []
     for forward, moments in (
         *((call((256, inputs, side, side), outputs), moments) for inputs, outputs, side, moments in dense),
@@ -345,21 +347,21 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     return tuple(found)
 
 
-def kernels(call: Call, *, backward: bool = False) -> tuple[str, ...]:
+def kernels(call: Conv3x3, *, backward: bool = False) -> tuple[str, ...]:
     """The sources that a pass of this call runs, of those that the kernels can make."""
     product = call.gradient() if backward else call
     found = (CONV,) if _fits(product.inputs, product.outputs, product.turned) else ()
     return (*found, BACKWARD_WEIGHT) if backward and _weight_fits(call.inputs, call.outputs) else found
 
 
-def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+def bytes_moved(call: Conv3x3, itemsize: int) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
     x = call.batch * call.inputs * call.height * call.width * itemsize
     y = call.batch * call.outputs * call.height * call.width * itemsize
     return x + y, 2 * x + y
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: Conv3x3) -> tuple[int, int]:
     """Operations of forward and backward (both gradients): two a tap, input and output, each."""
     products = 18 * call.inputs * call.outputs * call.batch * call.height * call.width
     return products, 2 * products

@@ -20,7 +20,7 @@ SHORT_FLOPS, SHORT_JOBS = 30e9, 8
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Conv3x3WeightPlan:
     """`lines` blocks a job walk over `tiles` tiles of `rows` x 8 * `wide` pixels: `bands` of rows by `strips` an image.
 
     `x_windowed`: x is seen through the window, else dy. `columns` of its channels a job.
@@ -84,7 +84,7 @@ def plan(
     sm_count: int,
     groups: int = 1,
     stride: int = 1,
-) -> Plan:
+) -> Conv3x3WeightPlan:
     """The launch that was measured to be fastest, or near it, on an H200 for sizes like these: `height` x `width` of dy."""
     if groups > 1 or stride > 1 or inputs % 32 or outputs % 32:
         x_windowed, columns = True, 32 if inputs <= 32 else 64
@@ -111,4 +111,4 @@ def plan(
     tiles = batch * bands * strips
     jobs = plain_jobs * windowed_jobs * groups
     lines = max(1, min(sm_count // jobs, tiles))
-    return Plan(x_windowed, columns, rows, wide, stride, stages, bands, strips, tiles, jobs, lines)
+    return Conv3x3WeightPlan(x_windowed, columns, rows, wide, stride, stages, bands, strips, tiles, jobs, lines)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, Pair, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, Pair, cast
 from advisor.ops.depthwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("depthwise")
@@ -29,7 +29,7 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    call: spec.Call,
+    call: spec.DepthwiseConv,
     wanted: Sequence[bool],
 ) -> Gradients:
     """dx, dweight and dbias from the kernels; those of the parameters together."""
@@ -42,7 +42,7 @@ def _gradients(
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, *, moments: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.DepthwiseConv, *, moments: bool
 ) -> tuple[Any, ...]:
     return cuda.forward(x, weight.contiguous(), bias, call, moments=moments)
 
@@ -53,7 +53,7 @@ CONVOLUTION = Convolution(
     supports=spec.SUPPORTS,
     numbers="SymInt stride, SymInt[] padding, SymInt dilation",
     biased=True,
-    geometry=lambda x, stride, padding, dilation: Geometry(stride, padding, dilation, x.shape[1]),
+    geometry=lambda x, stride, padding, dilation: ConvGeometry(stride, padding, dilation, x.shape[1]),
     call=lambda x, weight, bias, stride, padding, dilation: spec.call(
         tuple(x.shape), weight.shape[-1], stride, padding, dilation
     ),

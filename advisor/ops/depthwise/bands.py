@@ -20,7 +20,7 @@ COPY_COST = 6  # a copied pixel, in columns of a product: what neighbours in a r
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class BandLayout:
     """How a row of output pixels is cut.
 
     Attributes:
@@ -41,7 +41,7 @@ class Layout:
     column_tiles: int
 
 
-def layout(*, batch: int, width: int, out_width: int, kernel: int, pad: int) -> Layout:
+def layout(*, batch: int, width: int, out_width: int, kernel: int, pad: int) -> BandLayout:
     """The cut with the fewest products and copied pixels.
 
     A row of at most 8 outputs that reach at most 16 inputs is one strip, whose window leaves the padding out.
@@ -49,17 +49,17 @@ def layout(*, batch: int, width: int, out_width: int, kernel: int, pad: int) -> 
     if out_width <= MOST_PIXELS:
         window = min(width, out_width - 1 + kernel - pad)
         if window <= MOST_WINDOW:
-            return Layout(1, out_width, window, window, 0, pad, 1)
+            return BandLayout(1, out_width, window, window, 0, pad, 1)
     most = min(MOST_PIXELS, MOST_WINDOW - kernel + 1)
 
-    def cut(strips: int) -> tuple[int, Layout]:
+    def cut(strips: int) -> tuple[int, BandLayout]:
         tiles = -(-out_width // (strips * most))
         pixels = -(-out_width // (strips * tiles))
         window = pixels - 1 + kernel
         tiles = -(-out_width // (strips * pixels))
         piece = (strips - 1) * pixels + window
         images = -(-batch * strips // STRIPS) * (STRIPS // strips)  # a block's images may be more than there are
-        return images * tiles * (strips * MOST_PIXELS + COPY_COST * piece), Layout(
+        return images * tiles * (strips * MOST_PIXELS + COPY_COST * piece), BandLayout(
             strips, pixels, window, piece, -pad, 0, tiles
         )
 
@@ -85,7 +85,7 @@ class Block:
         return 32 * self.tile // self.channels
 
 
-def shared(shape: Layout, block: Block, *, weight: bool) -> int:
+def shared(shape: BandLayout, block: Block, *, weight: bool) -> int:
     """Bytes of shared memory of a block."""
     at_once = 16 * block.copy // block.channels
     units = 2 * block.tile // block.copy  # copies that make a pixel
@@ -114,7 +114,7 @@ def tile(channels: int, step: int, most: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class BandGeometry:
     """Launch geometry: grid (blocks over items, channel tiles). An item is (segment of rows, column tile, group of images)."""
 
     grid: tuple[int, int, int]
@@ -127,8 +127,16 @@ class Geometry:
 
 
 def geometry(
-    shape: Layout, block: Block, *, batch: int, channels: int, rows: int, halo: int, most_segments: int, sm_count: int
-) -> Geometry:
+    shape: BandLayout,
+    block: Block,
+    *,
+    batch: int,
+    channels: int,
+    rows: int,
+    halo: int,
+    most_segments: int,
+    sm_count: int,
+) -> BandGeometry:
     """As many blocks as run at once, all with equally many items; images are cut into segments of rows where that evens it out.
 
     Args:
@@ -149,7 +157,7 @@ def geometry(
     assert best is not None  # rows is at least 1
     _, passes, segments, segment_rows = best
     items = groups * shape.column_tiles * segments
-    return Geometry(
+    return BandGeometry(
         grid=(-(-items // passes), tiles, 1),
         items=items,
         vectors=channels // block.channels,

@@ -10,13 +10,13 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.depthwise import spec
-from advisor.ops.depthwise.spec import Call
+from advisor.ops.depthwise.spec import DepthwiseConv
 from advisor.ops.launches import Launch, launch
 
 
 @lru_cache(maxsize=4096)
 def _band(
-    call: Call, source: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
+    call: DepthwiseConv, source: str, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
 ) -> Launch:
     """A launch of a tensor-core kernel."""
     plan = spec.band(call, weight=source == spec.BAND_WEIGHT)
@@ -29,7 +29,7 @@ def _band(
     return launch(source, defines, device, shape.grid, plan.block.threads, sizes)
 
 
-def _sizes(call: Call, shape: spec.Geometry, *dilation: int) -> tuple[int, ...]:
+def _sizes(call: DepthwiseConv, shape: spec.DepthwiseGeometry, *dilation: int) -> tuple[int, ...]:
     """Of the kernels that walk over strips and segments."""
     return (
         *(shape.items, shape.vectors, shape.tile, call.height, call.width, call.out_height, call.out_width),
@@ -39,7 +39,7 @@ def _sizes(call: Call, shape: spec.Geometry, *dilation: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _strips(
-    call: Call,
+    call: DepthwiseConv,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     device: int,
@@ -55,7 +55,7 @@ def _strips(
 
 
 @lru_cache(maxsize=4096)
-def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> Launch:
+def _forward(call: DepthwiseConv, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool) -> Launch:
     config = spec.forward_config(call, storage.name(dtype), nvrtc.arch(device))
     shape = spec.forward_geometry(call, config, nvrtc.sm_count(device))
     defines = spec.forward_defines(call, config, storage.name(dtype), storage.name(weight_dtype), flip=flip)
@@ -63,7 +63,7 @@ def _forward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: 
 
 
 def _convolve(
-    call: Call, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
+    call: DepthwiseConv, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, flip: bool
 ) -> None:
     device, name = x.device.index or 0, storage.name(x.dtype)
     product = "data" if flip else "forward"
@@ -77,7 +77,7 @@ def _convolve(
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call, *, moments: bool = False
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: DepthwiseConv, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns y [N, C, OH, OW] channels_last in x's dtype and, if asked for and STRIPS runs, its moments [parts, 3, C] fp32.
 
@@ -94,14 +94,14 @@ def forward(
 
 
 @lru_cache(maxsize=4096)
-def _strided_data(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> Launch:
+def _strided_data(call: DepthwiseConv, dtype: torch.dtype, weight_dtype: torch.dtype, device: int) -> Launch:
     config = spec.data_config(call, storage.name(dtype))
     shape = spec.data_geometry(call, config, nvrtc.sm_count(device))
     defines = spec.data_defines(call, config, storage.name(dtype), storage.name(weight_dtype))
     return launch(spec.BACKWARD_DATA, defines, device, shape.grid, config.threads, _sizes(call, shape))
 
 
-def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: DepthwiseConv) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     dx = empty_nhwc((call.batch, call.channels, call.height, call.width), dy)
     if call.stride == 1:
@@ -130,7 +130,7 @@ class _Weight(NamedTuple):
         return dweight, dbias
 
 
-def _summed(call: Call, partial: Launch, weight_dtype: torch.dtype, device: int) -> _Weight:
+def _summed(call: DepthwiseConv, partial: Launch, weight_dtype: torch.dtype, device: int) -> _Weight:
     defines = spec.sum_defines(call, storage.name(weight_dtype))
     columns, blocks = (call.kernel**2 + 1) * call.channels, partial.grid[0]
     grid, sizes = -(-columns // spec.SUM_COLUMNS), (blocks, call.channels)
@@ -139,7 +139,7 @@ def _summed(call: Call, partial: Launch, weight_dtype: torch.dtype, device: int)
 
 
 @lru_cache(maxsize=4096)
-def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
+def _weight(call: DepthwiseConv, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
     if spec.banded(call, storage.name(dtype), "weight"):
         band = _band(call, spec.BAND_WEIGHT, dtype, weight_dtype, device, False, bias)
         return _summed(call, band, weight_dtype, device)
@@ -152,7 +152,7 @@ def _weight(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: i
 
 
 def backward_weight(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: DepthwiseConv
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns dweight like weight, and dbias like bias (None without one). dy and x: channels_last, one dtype."""
     plan = _weight(call, x.dtype, weight.dtype, x.device.index or 0, bias is not None)
@@ -160,7 +160,7 @@ def backward_weight(
 
 
 @lru_cache(maxsize=4096)
-def _backward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
+def _backward(call: DepthwiseConv, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, bias: bool) -> _Weight:
     ring = spec.backward_ring(call, storage.name(dtype))
     shape = spec.ring_geometry(call, ring, storage.name(dtype), nvrtc.sm_count(device), backward=True)
     defines = spec.ring_defines(call, ring, storage.name(dtype), storage.name(weight_dtype), backward=True, bias=bias)
@@ -169,7 +169,7 @@ def _backward(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device:
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: DepthwiseConv
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns dx like x, dweight like weight and dbias like bias (None without one). dy and x: channels_last, one dtype."""
     plan = _backward(call, x.dtype, weight.dtype, x.device.index or 0, bias is not None)

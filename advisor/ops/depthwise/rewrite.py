@@ -7,7 +7,7 @@ from torch import fx
 
 from advisor.ops import dispatch, match
 from advisor.ops.depthwise import api, spec
-from advisor.ops.moments import Producer
+from advisor.ops.family import Producer
 
 
 def _depthwise(node: fx.Node) -> match.Conv2d | str:

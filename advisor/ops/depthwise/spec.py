@@ -60,7 +60,7 @@ TUNABLE = {"BAND_TILE": (16, 32), "BAND_CHANNELS": (2, 4), "BAND_WIDE": (7, 28, 
 MAX_WINDOW_BYTES = 2**31 - 1
 
 
-class Call(NamedTuple):
+class DepthwiseConv(NamedTuple):
     """One depthwise convolution: sizes of input and output, k x k taps."""
 
     batch: int
@@ -74,7 +74,7 @@ class Call(NamedTuple):
     padding: tuple[int, int]
     dilation: int
 
-    def transposed(self) -> Call:
+    def transposed(self) -> DepthwiseConv:
         """With stride 1: the convolution with flipped taps that gives the data gradient, from dy to dx."""
         span = self.dilation * (self.kernel - 1)
         return self._replace(
@@ -87,11 +87,11 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], kernel: int, stride: int, padding: tuple[int, int], dilation: int) -> Call:
+def call(shape: tuple[int, ...], kernel: int, stride: int, padding: tuple[int, int], dilation: int) -> DepthwiseConv:
     """The call on an input of `shape` [N, C, H, W]."""
     n, c, h, w = shape
     span = dilation * (kernel - 1) + 1
-    return Call(
+    return DepthwiseConv(
         n,
         c,
         h,
@@ -134,7 +134,7 @@ def kind(kernel: int, stride: int, dilation: int = 1, *, bias: bool = False, cha
     return name(kernel, stride, dilation, bias=bias) + (", odd" if channels % 8 else "")
 
 
-def moments_win(call: Call, dtype: str) -> str:
+def moments_win(call: DepthwiseConv, dtype: str) -> str:
     """Why the batch norm behind the convolution reads its result for its statistics itself; empty where it need not."""
     if not ringed(call, dtype, "forward"):
         return "another kernel's forward leaves no moments"
@@ -314,17 +314,17 @@ def forward_configs(kernel: int, stride: int, dtype: str, arch: int) -> tuple[Co
     return _ROOMY_FORWARD.get(key, _FORWARD[key]) if architectures.of(arch).roomy else _FORWARD[key]
 
 
-def forward_config(call: Call, dtype: str, arch: int) -> Config:
+def forward_config(call: DepthwiseConv, dtype: str, arch: int) -> Config:
     """For the forward, and with `call.transposed()` for the data gradient of stride 1."""
     return _choose(forward_configs(call.kernel, call.stride, dtype, arch), -(-call.out_width // call.dilation))
 
 
-def data_config(call: Call, dtype: str) -> Config:
+def data_config(call: DepthwiseConv, dtype: str) -> Config:
     """For the data gradient of stride 2."""
     return _choose(_DATA[call.kernel, dtype == "float32"], call.width // 2 + 1)
 
 
-def weight_config(call: Call, dtype: str) -> Config:
+def weight_config(call: DepthwiseConv, dtype: str) -> Config:
     """For the weight gradient."""
     return _choose(_WEIGHT[call.kernel, call.stride, dtype == "float32"], -(-call.out_width // call.dilation))
 
@@ -336,7 +336,7 @@ def _tile_limit(kernel: int) -> int:
     return min(MAX_TILE, SHARED_BYTES // (4 * words))
 
 
-def _base_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+def _base_defines(call: DepthwiseConv, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
     return {
         "K": call.kernel,
         "CH": CHANNELS,
@@ -348,7 +348,9 @@ def _base_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> 
     }
 
 
-def forward_defines(call: Call, config: Config, dtype: str, weight_dtype: str, *, flip: bool) -> dict[str, int]:
+def forward_defines(
+    call: DepthwiseConv, config: Config, dtype: str, weight_dtype: str, *, flip: bool
+) -> dict[str, int]:
     """Macros of FORWARD."""
     return {
         **_base_defines(call, config, dtype, weight_dtype),
@@ -360,7 +362,7 @@ def forward_defines(call: Call, config: Config, dtype: str, weight_dtype: str, *
     }
 
 
-def data_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+def data_defines(call: DepthwiseConv, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
     """Macros of BACKWARD_DATA."""
     return {
         **_base_defines(call, config, dtype, weight_dtype),
@@ -369,7 +371,7 @@ def data_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> d
     }
 
 
-def weight_defines(call: Call, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
+def weight_defines(call: DepthwiseConv, config: Config, dtype: str, weight_dtype: str) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT."""
     return {
         **_base_defines(call, config, dtype, weight_dtype),
@@ -381,7 +383,7 @@ def weight_defines(call: Call, config: Config, dtype: str, weight_dtype: str) ->
 # ---- the tensor-core kernels
 
 
-def bandable(call: Call, dtype: str) -> bool:
+def bandable(call: DepthwiseConv, dtype: str) -> bool:
     """Whether the tensor-core kernels can take this call: 16-bit storage, 7 taps at stride 1, offsets in images of 31 bits."""
     pixels = max(call.height * call.width, call.out_height * call.out_width)
     return (
@@ -391,7 +393,7 @@ def bandable(call: Call, dtype: str) -> bool:
     )
 
 
-def banded(call: Call, dtype: str, kind: str) -> bool:
+def banded(call: DepthwiseConv, dtype: str, kind: str) -> bool:
     """Whether the tensor-core kernels take the "forward", "data" or "weight" pass of this call; else the fp32 FMA kernels do.
 
     The one place that chooses between them, by what an H200 measured (bf16, batch 256, docs/notes/kernels/convolutions-depthwise.md): 7 taps at stride 1, the
@@ -402,10 +404,10 @@ def banded(call: Call, dtype: str, kind: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class RowBand:
     """What a tensor-core kernel is compiled with and launched on for one call."""
 
-    layout: bands.Layout
+    layout: bands.BandLayout
     block: bands.Block
 
 
@@ -413,7 +415,7 @@ class Band:
 _BAND_REGISTERS = {2: 128, 4: 255}
 
 
-def band(call: Call, *, weight: bool) -> Band:
+def band(call: DepthwiseConv, *, weight: bool) -> RowBand:
     """For BAND_WEIGHT, or for BAND."""
     cut = bands.layout(
         batch=call.batch, width=call.width, out_width=call.out_width, kernel=call.kernel, pad=call.padding[1]
@@ -430,11 +432,11 @@ def band(call: Call, *, weight: bool) -> Band:
             threads = _BAND_REGISTERS[group] * block.threads
             resident = min(REGISTERS // threads, bands.SM_SHARED_BYTES // (used + shared_memory.OF_THE_SYSTEM), 16)
             if used <= bands.SHARED_BYTES and resident > 0:
-                return Band(cut, replace(block, blocks=resident))
+                return RowBand(cut, replace(block, blocks=resident))
     raise AssertionError(f"no block for {call}")  # 8 channels always fit: tests go over all layouts
 
 
-def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def sources(call: DepthwiseConv, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The kernels that forward and backward run."""
     forward = STRIPS if ringed(call, dtype, "forward") else BAND if banded(call, dtype, "forward") else FORWARD
     if ringed(call, dtype, "backward"):
@@ -447,7 +449,7 @@ def sources(call: Call, dtype: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def band_defines(
-    call: Call, plan: Band, dtype: str, weight_dtype: str, *, bias: bool, flip: bool = False
+    call: DepthwiseConv, plan: RowBand, dtype: str, weight_dtype: str, *, bias: bool, flip: bool = False
 ) -> dict[str, int]:
     """Macros of BAND; of BAND_WEIGHT without FLIP."""
     return {
@@ -468,7 +470,7 @@ def band_defines(
     }
 
 
-def band_geometry(call: Call, plan: Band, sm_count: int) -> bands.Geometry:
+def band_geometry(call: DepthwiseConv, plan: RowBand, sm_count: int) -> bands.BandGeometry:
     """Of BAND and BAND_WEIGHT, whose work is counted in rows of the result or of dy."""
     return bands.geometry(
         plan.layout,
@@ -482,7 +484,7 @@ def band_geometry(call: Call, plan: Band, sm_count: int) -> bands.Geometry:
     )
 
 
-def sum_defines(call: Call, weight_dtype: str) -> dict[str, int]:
+def sum_defines(call: DepthwiseConv, weight_dtype: str) -> dict[str, int]:
     """Macros of WEIGHT_SUM."""
     return {"K": call.kernel, "THREADS": SUM_THREADS, "WEIGHT_STORAGE": STORAGE[weight_dtype]}
 
@@ -552,7 +554,7 @@ def _band_variants(source: str) -> tuple[dict[str, int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class DepthwiseGeometry:
     """Launch geometry.
 
     An item is a strip of `strip` columns and `segment_rows` rows of one image (of one of its dilated lattices). A block takes
@@ -583,8 +585,16 @@ def tile_of(vectors: int, threads: int, most: int, vector_bytes: int) -> int:
 
 
 def _geometry(
-    call: Call, config: Config, rows: int, columns: int, lattices: int, halo: int, groups: int, most: int, sm_count: int
-) -> Geometry:
+    call: DepthwiseConv,
+    config: Config,
+    rows: int,
+    columns: int,
+    lattices: int,
+    halo: int,
+    groups: int,
+    most: int,
+    sm_count: int,
+) -> DepthwiseGeometry:
     """As many blocks as run at once, all with equally many items; images are cut into segments of rows where that evens it out.
 
     Args:
@@ -608,7 +618,7 @@ def _geometry(
             best = (cost, passes, items, segments, segment_rows)
     assert best is not None  # rows is at least 1
     _, passes, items, segments, segment_rows = best
-    return Geometry(
+    return DepthwiseGeometry(
         grid=(-(-items // (per_pass * passes)), tiles, groups),
         items=items,
         vectors=vectors,
@@ -619,14 +629,14 @@ def _geometry(
     )
 
 
-def forward_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+def forward_geometry(call: DepthwiseConv, config: Config, sm_count: int) -> DepthwiseGeometry:
     """Of FORWARD."""
     rows, columns = (-(-size // call.dilation) for size in (call.out_height, call.out_width))
     halo = -(-call.kernel // call.stride) - 1
     return _geometry(call, config, rows, columns, call.dilation**2, halo, 1, _tile_limit(call.kernel), sm_count)
 
 
-def data_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+def data_geometry(call: DepthwiseConv, config: Config, sm_count: int) -> DepthwiseGeometry:
     """Of BACKWARD_DATA: rows and columns of dx in pairs that the padded image's even rows and columns begin."""
     rows, columns = (
         (size - 1 + pad) // 2 - pad // 2 + 1 for size, pad in zip((call.height, call.width), call.padding, strict=True)
@@ -634,7 +644,7 @@ def data_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
     return _geometry(call, config, rows, columns, 1, call.kernel // 2, 1, _tile_limit(call.kernel), sm_count)
 
 
-def weight_geometry(call: Call, config: Config, sm_count: int) -> Geometry:
+def weight_geometry(call: DepthwiseConv, config: Config, sm_count: int) -> DepthwiseGeometry:
     """Of BACKWARD_WEIGHT."""
     rows, columns = (-(-size // call.dilation) for size in (call.out_height, call.out_width))
     groups = -(-call.kernel // config.tap_rows)
@@ -690,7 +700,7 @@ _BACKWARD: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
 }
 
 
-def ringed(call: Call, dtype: str, kind: str) -> bool:
+def ringed(call: DepthwiseConv, dtype: str, kind: str) -> bool:
     """Whether STRIPS takes the "forward" (or, with stride 1, the data gradient alone), or BACKWARD all gradients of this call."""
     table = _BACKWARD if kind == "backward" else _STRIPS
     return (
@@ -700,31 +710,31 @@ def ringed(call: Call, dtype: str, kind: str) -> bool:
     )
 
 
-def strips_ring(call: Call, dtype: str) -> Ring:
+def strips_ring(call: DepthwiseConv, dtype: str) -> Ring:
     """For STRIPS."""
     return _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
 
 
-def backward_ring(call: Call, dtype: str) -> Ring:
+def backward_ring(call: DepthwiseConv, dtype: str) -> Ring:
     """For BACKWARD."""
     columns = -(-call.width // call.stride)
     return _ring(_BACKWARD[call.kernel, call.stride, dtype == "float32"], columns, call, dtype, backward=True)
 
 
-def _ring(rings: tuple[Ring, ...], columns: int, call: Call, dtype: str, *, backward: bool) -> Ring:
+def _ring(rings: tuple[Ring, ...], columns: int, call: DepthwiseConv, dtype: str, *, backward: bool) -> Ring:
     """The first that suits the call, as deep as shared memory allows."""
     suited = (r for r in rings if columns >= r.least and call.channels % r.channels == 0)
     return fit(next(suited, rings[-1]), call, dtype, backward=backward)
 
 
-def fit(ring: Ring, call: Call, dtype: str, *, backward: bool) -> Ring:
+def fit(ring: Ring, call: DepthwiseConv, dtype: str, *, backward: bool) -> Ring:
     """`ring`, no deeper than shared memory allows."""
     while ring.depth > 2 and ring_bytes(ring, call, dtype, backward=backward) > SHARED_BYTES:
         ring = replace(ring, depth=ring.depth - 1)
     return ring
 
 
-def ring_bytes(ring: Ring, call: Call, dtype: str, *, backward: bool) -> int:
+def ring_bytes(ring: Ring, call: DepthwiseConv, dtype: str, *, backward: bool) -> int:
     """Shared memory of a block."""
     k, s = call.kernel, call.stride
     of_step = s * (s * (ring.strip - 1) + k)
@@ -741,7 +751,7 @@ def _tap_words(kernel: int, channels: int) -> int:
 
 
 def ring_defines(
-    call: Call,
+    call: DepthwiseConv,
     ring: Ring,
     dtype: str,
     weight_dtype: str,
@@ -771,7 +781,7 @@ def ring_defines(
     }
 
 
-def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward: bool) -> Geometry:
+def ring_geometry(call: DepthwiseConv, ring: Ring, dtype: str, sm_count: int, *, backward: bool) -> DepthwiseGeometry:
     """Of STRIPS or BACKWARD: the passes of a block over items and the rows of an item that are done first.
 
     An SM is taken to move a constant number of rows a second while all its blocks are resident, and three quarters of that with
@@ -803,7 +813,7 @@ def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward
     ]
     _, passes, segments, segment_rows = min(found)
     items = call.batch * strips * segments
-    return Geometry(
+    return DepthwiseGeometry(
         grid=(-(-items // (per_pass * passes)), tiles, 1),
         items=items,
         vectors=vectors,
@@ -814,7 +824,7 @@ def ring_geometry(call: Call, ring: Ring, dtype: str, sm_count: int, *, backward
     )
 
 
-def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+def bytes_moved(call: DepthwiseConv, itemsize: int) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; dy in and dx out, and once more dy and x in for the weight gradient.
 
     The weights, at most 225 values a channel, are left out. A single kernel for both gradients could save one reading of dy;
@@ -825,7 +835,7 @@ def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
     return x + y, 2 * (x + y)
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: DepthwiseConv) -> tuple[int, int]:
     """Operations of forward and backward: two a tap and output, and twice that."""
     forward = 2 * call.batch * call.channels * call.out_height * call.out_width * call.kernel**2
     return forward, 2 * forward

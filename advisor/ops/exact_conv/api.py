@@ -12,18 +12,18 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Pair, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Pair, cast
 from advisor.ops.exact_conv import cuda, spec
 from advisor.ops.exact_conv.tf32 import ALLOWED, allowed
 
 engaged, fell_back = dispatch.counters("exact_conv")
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, *numbers: Any) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor, _bias: torch.Tensor | None, *numbers: Any) -> spec.ExactConv:
     return spec.call(tuple(x.shape), tuple(weight.shape), *numbers)
 
 
-def _numbers(call: spec.Call) -> tuple[int, Pair, int, int]:
+def _numbers(call: spec.ExactConv) -> tuple[int, Pair, int, int]:
     return call.stride, (call.pad_h, call.pad_w), call.dilation, call.groups
 
 
@@ -32,7 +32,7 @@ def _wins(x: torch.Tensor, *others: Any) -> str:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, *, moments: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.ExactConv, *, moments: bool
 ) -> tuple[Any, ...]:
     """y from the kernels or, where that is faster, PyTorch's own."""
     if spec.product_left(call, spec.FORWARD):
@@ -53,7 +53,7 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    call: spec.Call,
+    call: spec.ExactConv,
     wanted: Sequence[bool],
 ) -> Gradients:
     """dx, dweight and dbias, each where wanted, each from the kernels or PyTorch's own."""
@@ -82,7 +82,7 @@ CONVOLUTION = Convolution(
     supports=spec.SUPPORTS,
     numbers="SymInt stride, SymInt[] padding, SymInt dilation, SymInt groups",
     biased=True,
-    geometry=lambda x, *numbers: Geometry(*numbers),
+    geometry=lambda x, *numbers: ConvGeometry(*numbers),
     call=_call,
     wins=_wins,
     label=spec.name,

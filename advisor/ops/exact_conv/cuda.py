@@ -11,11 +11,11 @@ from advisor.ops import nvrtc, sources
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.dispatch import UNMEASURED
 from advisor.ops.exact_conv import spec
-from advisor.ops.exact_conv.spec import Call
+from advisor.ops.exact_conv.spec import ExactConv
 from advisor.ops.launches import Launch, launch
 
 
-class Parts(NamedTuple):
+class HalfParts(NamedTuple):
     """An fp32 tensor as two fp16 parts, and the bits of its largest magnitude (include/two_parts.cuh)."""
 
     high: torch.Tensor
@@ -47,13 +47,13 @@ def _largest(x: torch.Tensor, device: int) -> torch.Tensor:
     return most
 
 
-def _room(rows: int, columns: int, most: torch.Tensor) -> Parts:
+def _room(rows: int, columns: int, most: torch.Tensor) -> HalfParts:
     shape = rows, spec.octets(columns) * spec.OCTET
     high, low = (torch.empty(shape, dtype=torch.float16, device=most.device) for _ in range(2))
-    return Parts(high, low, most)
+    return HalfParts(high, low, most)
 
 
-def split(x: torch.Tensor) -> Parts:
+def split(x: torch.Tensor) -> HalfParts:
     """The parts of x [N, C, H, W] fp32, channels_last and 16-byte aligned, as rows of pixels, C filled up to a multiple of 8."""
     n, c, h, w = x.shape
     device = x.device.index or 0
@@ -63,7 +63,7 @@ def split(x: torch.Tensor) -> Parts:
     return parts
 
 
-def split_weight(weight: torch.Tensor, groups: int, *, gradient: bool) -> Parts:
+def split_weight(weight: torch.Tensor, groups: int, *, gradient: bool) -> HalfParts:
     """The parts of a weight [O, I, R, S] fp32, dense in memory: rows of outputs [O][R][S][I]; for the input's gradient rows of inputs
     [groups][I][R][S][O of a group]."""
     device = weight.device.index or 0
@@ -83,7 +83,7 @@ def split_weight(weight: torch.Tensor, groups: int, *, gradient: bool) -> Parts:
 
 
 @lru_cache(maxsize=4096)
-def _conv(walk: spec.Walk, call: Call, bias: bool, gradient: bool, device: int) -> Launch:
+def _conv(walk: spec.Walk, call: ExactConv, bias: bool, gradient: bool, device: int) -> Launch:
     inputs, outputs = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
     size, to = (call.height, call.width), (call.out_height, call.out_width)
     if gradient:
@@ -102,20 +102,29 @@ def _conv(walk: spec.Walk, call: Call, bias: bool, gradient: bool, device: int) 
 
 
 def _convolve(
-    a: Parts, b: Parts, bias: torch.Tensor | None, y: torch.Tensor, walk: spec.Walk, call: Call, *, gradient: bool
+    a: HalfParts,
+    b: HalfParts,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    walk: spec.Walk,
+    call: ExactConv,
+    *,
+    gradient: bool,
 ) -> None:
     plan = _conv(walk, call, bias is not None, gradient, y.device.index or 0)
     plan.run(a.high, a.low, b.high, b.low, a.most, b.most, bias, y)
 
 
-def forward(x: Parts, weight: Parts, bias: torch.Tensor | None, like: torch.Tensor, call: Call) -> torch.Tensor:
+def forward(
+    x: HalfParts, weight: HalfParts, bias: torch.Tensor | None, like: torch.Tensor, call: ExactConv
+) -> torch.Tensor:
     """Returns y [N, O, OH, OW] fp32, channels_last, on the device of `like`."""
     y = empty_nhwc((call.batch, call.outputs, call.out_height, call.out_width), like, torch.float32)
     _convolve(x, weight, bias, y, spec.forward_walk(call), call, gradient=False)
     return y
 
 
-def backward_data(dy: Parts, weight: Parts, like: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: HalfParts, weight: HalfParts, like: torch.Tensor, call: ExactConv) -> torch.Tensor:
     """Returns dx [N, I, H, W] fp32, channels_last. `weight`: split for the gradient."""
     dx = empty_nhwc((call.batch, call.inputs, call.height, call.width), like, torch.float32)
     for walk in spec.gradient_walks(call):
@@ -124,7 +133,7 @@ def backward_data(dy: Parts, weight: Parts, like: torch.Tensor, call: Call) -> t
 
 
 @lru_cache(maxsize=4096)
-def _weight(call: Call, device: int) -> tuple[Launch, int]:
+def _weight(call: ExactConv, device: int) -> tuple[Launch, int]:
     """The launch, and how many parts of the sum it leaves."""
     plan = spec.weight_plan(call, nvrtc.sm_count(device), nvrtc.arch(device), hopper=_hopper())
     outputs, inputs = call.outputs // call.groups, call.inputs // call.groups
@@ -139,7 +148,7 @@ def _weight(call: Call, device: int) -> tuple[Launch, int]:
     return launch(plan.source, macros, device, grid, plan.threads, sizes, shared_bytes=nbytes), plan.splits
 
 
-def backward_weight(dy: Parts, x: Parts, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_weight(dy: HalfParts, x: HalfParts, weight: torch.Tensor, call: ExactConv) -> torch.Tensor:
     """Returns dweight [O, I / groups, R, S] fp32, channels_last."""
     plan, splits = _weight(call, weight.device.index or 0)
     inputs = call.inputs // call.groups

@@ -18,7 +18,7 @@ from advisor.ops.exact_conv import cuda, spec, tf32
 from advisor.ops.operation import Arguments, Gradients, Operation, Saved
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor) -> spec.ExactConv:
     return spec.linear_call(tuple(x.shape), weight.shape[0])
 
 

@@ -37,7 +37,7 @@ BLOCKS_AN_SM = 4  # of BACKWARD_WEIGHT at least, in splits
 TUNABLE = {"PROMOTE": (1, 2, 4), "HOPPER_PROMOTE": (16, 32, 64), "BLOCKS_AN_SM": (2, 4, 8)}
 
 
-class Call(NamedTuple):
+class ExactConv(NamedTuple):
     """A convolution of [batch, inputs, height, width] to `outputs` channels."""
 
     batch: int
@@ -72,13 +72,15 @@ def call(
     padding: tuple[int, int],
     dilation: int,
     groups: int,
-) -> Call:
+) -> ExactConv:
     """The convolution of an input of `shape` [N, I, H, W] by a weight [O, I / groups, R, S]."""
     n, inputs, h, w = shape
-    return Call(n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], stride, *padding, dilation, groups)
+    return ExactConv(
+        n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], stride, *padding, dilation, groups
+    )
 
 
-def linear_call(shape: tuple[int, ...], outputs: int) -> Call:
+def linear_call(shape: tuple[int, ...], outputs: int) -> ExactConv:
     """A linear layer of an input [.., I], as the 1 x 1 convolution of as many images of one pixel."""
     *rows, inputs = shape
     return call((math.prod(rows), inputs, 1, 1), (outputs, inputs, 1, 1), 1, (0, 0), 1, 1)
@@ -104,7 +106,7 @@ class Walk:
     tap_step: int
 
 
-def forward_walk(call: Call) -> Walk:
+def forward_walk(call: ExactConv) -> Walk:
     """The one launch of the forward."""
     return Walk(
         first=(0, 0),
@@ -119,7 +121,7 @@ def forward_walk(call: Call) -> Walk:
     )
 
 
-def _class(at: int, size: int, pad: int, taps: int, call: Call) -> tuple[int, int, int, int]:
+def _class(at: int, size: int, pad: int, taps: int, call: ExactConv) -> tuple[int, int, int, int]:
     """Of the input's rows `at`, `at` + stride ..: how many, taps that reach one, the first of these, and the row of dy that it takes."""
     rows = -(-(size - at) // call.stride)
     begin = (at + pad) % call.stride
@@ -127,7 +129,7 @@ def _class(at: int, size: int, pad: int, taps: int, call: Call) -> tuple[int, in
     return rows, count, begin, (at + pad - begin * call.dilation) // call.stride
 
 
-def gradient_walks(call: Call) -> Iterator[Walk]:
+def gradient_walks(call: ExactConv) -> Iterator[Walk]:
     """The launches of the input's gradient: one for each row and column of a stride, whose pixels meet the same taps.
 
     With a stride of 1 every tap reaches every row, `dilation` rows apart; else the dilation is 1.
@@ -150,7 +152,7 @@ def gradient_walks(call: Call) -> Iterator[Walk]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class ExactPlan:
     """One launch of CONV or BACKWARD_WEIGHT, or of their twins for Hopper: blocks of `rows` by `columns`, `stages` of the ring."""
 
     source: str
@@ -164,32 +166,32 @@ class Plan:
     split_rows: int = 0
 
 
-def _general(source: str, columns: int, arch: int) -> Plan:
+def _general(source: str, columns: int, arch: int) -> ExactPlan:
     rows, wide, down, across, stages = WIDE if columns > NARROW[1] else NARROW
     units = (rows + wide) * (DEPTH // OCTET + 1) if source == CONV else DEPTH * (rows // OCTET + wide // OCTET + 2)
     while stages > 2 and stages * 32 * units + 2048 > shared_memory.of_a_block(arch):
         stages -= 1
     sizes = {"BM": rows, "BN": wide, "WARPS_M": down, "WARPS_N": across, "STAGES": stages, "PROMOTE": PROMOTE}
-    return Plan(source, rows, wide, 32 * down * across, stages, stages * 32 * units, tuple(sizes.items()))
+    return ExactPlan(source, rows, wide, 32 * down * across, stages, stages * 32 * units, tuple(sizes.items()))
 
 
-def _hopper(source: str, columns: int) -> Plan:
+def _hopper(source: str, columns: int) -> ExactPlan:
     groups, wide, stages = HOPPER_WIDE if columns > HOPPER_NARROW[1] else HOPPER_NARROW
     rows = 64 * groups
     beside = 4 * rows if source == HOPPER else 4 * 2 * 3 * HOPPER_DEPTH  # places of pixels
     nbytes = stages * 2 * (rows + wide) * 2 * HOPPER_DEPTH + beside
     sizes = {"GROUPS": groups, "WGMMA_N": wide, "STAGES": stages, "PROMOTE": HOPPER_PROMOTE}
-    return Plan(source, rows, wide, 128 * groups, stages, nbytes, tuple(sizes.items()))
+    return ExactPlan(source, rows, wide, 128 * groups, stages, nbytes, tuple(sizes.items()))
 
 
 @lru_cache(maxsize=4096)
-def plan(columns: int, arch: int, *, hopper: bool = True) -> Plan:
+def plan(columns: int, arch: int, *, hopper: bool = True) -> ExactPlan:
     """The launch of CONV or HOPPER for a result of so many channels a group."""
     return _hopper(HOPPER, columns) if hopper and not sources.lacks(HOPPER, arch) else _general(CONV, columns, arch)
 
 
 @lru_cache(maxsize=4096)
-def weight_plan(call: Call, sm_count: int, arch: int, *, hopper: bool = True) -> Plan:
+def weight_plan(call: ExactConv, sm_count: int, arch: int, *, hopper: bool = True) -> ExactPlan:
     """The launch of BACKWARD_WEIGHT or HOPPER_WEIGHT: the pixels in as many splits as give every SM some blocks."""
     outputs, units = call.outputs // call.groups, octets(call.inputs // call.groups)
     columns = call.taps_h * call.taps_w * units * OCTET
@@ -211,7 +213,7 @@ GRADIENTS = (GRADIENT, WEIGHT)
 KIND, LINEAR = "exact conv", "exact linear"
 
 
-def name(call: Call) -> str:
+def name(call: ExactConv) -> str:
     """`exact conv k3x3 s1 64->128`."""
     groups = f" g{call.groups}" if call.groups > 1 else ""
     return f"{KIND} k{call.taps_h}x{call.taps_w} s{call.stride} {call.inputs}->{call.outputs}{groups}"
@@ -223,7 +225,7 @@ def linear_name(inputs: int, outputs: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def product_wins(call: Call, product: str, kind: str = KIND) -> str:
+def product_wins(call: ExactConv, product: str, kind: str = KIND) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster.
 
     On an H200 against cuDNN's best with TF32 off, with the parts made: forward 1.2 to 11 times as fast, both gradients 1.2 to 4.8 times, at every
@@ -240,13 +242,13 @@ def product_wins(call: Call, product: str, kind: str = KIND) -> str:
     return dispatch_table.refusal("exact_conv", kind, "float32", sizes, part=product)
 
 
-def product_left(call: Call, product: str, kind: str = KIND) -> str:
+def product_left(call: ExactConv, product: str, kind: str = KIND) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernels make it."""
     return dispatch.refusal("", product_wins(call, product, kind))
 
 
 @lru_cache(maxsize=4096)
-def wins(call: Call, kind: str = KIND) -> str:
+def wins(call: ExactConv, kind: str = KIND) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     reasons = [product_wins(call, product, kind) for product in (FORWARD, *GRADIENTS)]
     return reasons[0] if all(reasons) else ""
@@ -329,14 +331,14 @@ def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[s
     return tuple(found)
 
 
-def bytes_moved(call: Call) -> tuple[int, int]:
+def bytes_moved(call: ExactConv) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
     x = 4 * call.batch * call.inputs * call.height * call.width
     y = 4 * call.batch * call.outputs * call.out_height * call.out_width
     return x + y, 2 * x + y
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: ExactConv) -> tuple[int, int]:
     """Operations of forward and backward (both gradients), three times as many on the tensor cores."""
     values = call.batch * call.outputs * call.out_height * call.out_width
     products = 2 * call.taps_h * call.taps_w * (call.inputs // call.groups) * values

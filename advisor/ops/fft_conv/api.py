@@ -11,22 +11,24 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Pair, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Pair, cast
 from advisor.ops.fft_conv import cuda, spec
 
 engaged, fell_back = dispatch.counters("fft_conv")
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None, padding: Pair) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None, padding: Pair) -> spec.FftConv:
     return spec.call(tuple(x.shape), tuple(weight.shape), padding)
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, *, moments: bool) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.FftConv, *, moments: bool
+) -> tuple[Any, ...]:
     return alignment.lying_as(cuda.forward(x.contiguous(), weight.contiguous(), call), x), None
 
 
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, wanted: Sequence[bool]
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.FftConv, wanted: Sequence[bool]
 ) -> Gradients:
     """dx, in x's format, and dweight, each where wanted."""
     dy = dy.to(x.dtype).contiguous()
@@ -39,7 +41,7 @@ CONVOLUTION = Convolution(
     family="fft_conv",
     supports=spec.SUPPORTS,
     numbers="SymInt[] padding",
-    geometry=lambda x, padding: Geometry(padding=padding),
+    geometry=lambda x, padding: ConvGeometry(padding=padding),
     call=_call,
     wins=lambda x, *others: spec.wins(_call(x, *others), storage.name(x.dtype)),
     label=lambda call: spec.name((call.taps_h, call.taps_w)),

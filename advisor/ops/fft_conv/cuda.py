@@ -9,7 +9,7 @@ import torch
 
 from advisor.ops import nvrtc
 from advisor.ops.fft_conv import spec
-from advisor.ops.fft_conv.spec import Call
+from advisor.ops.fft_conv.spec import FftConv
 from advisor.ops.launches import launch
 
 
@@ -22,13 +22,13 @@ def _turned(planes: torch.Tensor, rows: int) -> torch.Tensor:
     return found
 
 
-def _transform(images: torch.Tensor, call: Call) -> torch.Tensor:
+def _transform(images: torch.Tensor, call: FftConv) -> torch.Tensor:
     """Of [A, B, H, W] fp32: a matrix [A, B] for each frequency, [frequencies, A, B] complex64."""
     found: torch.Tensor = torch.fft.rfft2(images, s=call.sizes).contiguous()
     return _turned(found, images.shape[0] * images.shape[1]).view(-1, *images.shape[:2])
 
 
-def _images(matrices: torch.Tensor, call: Call, first: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
+def _images(matrices: torch.Tensor, call: FftConv, first: tuple[int, int], size: tuple[int, int]) -> torch.Tensor:
     """Back from [frequencies, A, B] to [A, B, *size] fp32, from row and column `first` on, which may be negative: those wrap around."""
     a, b = matrices.shape[1:]
     planes = _turned(matrices.contiguous(), call.frequencies)
@@ -39,7 +39,7 @@ def _images(matrices: torch.Tensor, call: Call, first: tuple[int, int], size: tu
     return found[:, :, : size[0], : size[1]].contiguous()
 
 
-def _repaired(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call, product: int) -> torch.Tensor:
+def _repaired(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: FftConv, product: int) -> torch.Tensor:
     """`result` as a convolution has it where it is not finite. `a`, `b`: its operands, as the source names them."""
     device = result.device.index or 0
     values = result.numel()
@@ -52,7 +52,7 @@ def _repaired(result: torch.Tensor, a: torch.Tensor, b: torch.Tensor, call: Call
     return result
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, call: FftConv) -> torch.Tensor:
     """Returns y [N, O, OH, OW] contiguous fp32. x, weight: contiguous fp32."""
     product = torch.bmm(_transform(x, call), _transform(weight, call).mH)
     y = _images(product, call, (-call.pad_h, -call.pad_w), (call.out_height, call.out_width))
@@ -60,7 +60,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
 
 
 def backward(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call, wanted: tuple[bool, bool]
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: FftConv, wanted: tuple[bool, bool]
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns dx [N, I, H, W] and dweight [O, I, R, S], contiguous fp32, each where wanted."""
     above = _transform(dy, call)

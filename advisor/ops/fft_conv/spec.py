@@ -20,7 +20,7 @@ FACTORS = (2, 3, 5, 7)  # of sizes for which cuFFT has fast transforms
 TUNABLE: dict[str, tuple[int, ...]] = {}
 
 
-class Call(NamedTuple):
+class FftConv(NamedTuple):
     """A convolution of [batch, inputs, height, width] to `outputs` channels."""
 
     batch: int
@@ -62,10 +62,10 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], weight_shape: tuple[int, ...], padding: tuple[int, int]) -> Call:
+def call(shape: tuple[int, ...], weight_shape: tuple[int, ...], padding: tuple[int, int]) -> FftConv:
     """The convolution of an input of `shape` [N, I, H, W] by a weight [O, I, R, S]."""
     n, inputs, h, w = shape
-    return Call(n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], *padding)
+    return FftConv(n, inputs, weight_shape[0], h, w, weight_shape[2], weight_shape[3], *padding)
 
 
 @lru_cache(maxsize=1024)
@@ -91,7 +91,7 @@ def name(taps: tuple[int, int]) -> str:
     return f"{KIND} k{taps[0]}x{taps[1]}"
 
 
-def wins(call: Call, dtype: str) -> str:
+def wins(call: FftConv, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where transforms are measured to win."""
     return dispatch_table.refusal("fft_conv", KIND, dtype)
 
@@ -126,7 +126,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     return tuple({"PRODUCT": product} for product in (FORWARD, DATA, WEIGHT)) if source == REPAIR else ({},)
 
 
-def bytes_moved(call: Call) -> tuple[int, int]:
+def bytes_moved(call: FftConv) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out; weights once, and their gradient."""
     x = 4 * call.batch * call.inputs * call.height * call.width
     y = 4 * call.batch * call.outputs * call.out_height * call.out_width
@@ -134,7 +134,7 @@ def bytes_moved(call: Call) -> tuple[int, int]:
     return x + y + weight, 2 * x + y + 2 * weight
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: FftConv) -> tuple[int, int]:
     """Operations of forward and backward as transforms need them: a complex product of a frequency takes 8."""
     products = 8 * call.frequencies * call.batch * call.inputs * call.outputs
     return products, 2 * products

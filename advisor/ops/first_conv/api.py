@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, Pair, computed_in
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, Pair, computed_in
 from advisor.ops.first_conv import cuda, spec
 
 engaged, fell_back = dispatch.counters("first_conv")
-Call = tuple[spec.Call, torch.dtype]  # and the dtype in which it is computed
+Call = tuple[spec.FirstConv, torch.dtype]  # and the dtype in which it is computed
 
 
 def _call(
@@ -73,7 +73,7 @@ CONVOLUTION = Convolution(
     supports=spec.SUPPORTS,
     numbers="SymInt stride, SymInt[] padding, ScalarType compute",
     biased=True,
-    geometry=lambda x, stride, padding, compute: Geometry(stride, padding, compute=compute),
+    geometry=lambda x, stride, padding, compute: ConvGeometry(stride, padding, compute=compute),
     call=_call,
     wins=_wins,
     label=lambda call: spec.name(call[0].kernel, call[0].stride, call[0].channels),

@@ -9,7 +9,7 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.first_conv import spec
-from advisor.ops.first_conv.spec import Call
+from advisor.ops.first_conv.spec import FirstConv
 from advisor.ops.launches import Launch, launch
 
 Dtypes = tuple[torch.dtype, torch.dtype, torch.dtype]  # of x, of what is computed in, and of the weight
@@ -31,7 +31,7 @@ def _parameter(weight: torch.Tensor) -> torch.Tensor:
 
 def _launch(
     source: str,
-    call: Call,
+    call: FirstConv,
     defines: dict[str, int],
     strides: tuple[int, ...],
     device: int,
@@ -52,7 +52,7 @@ def _launch(
 
 @lru_cache(maxsize=4096)
 def _forward(
-    call: Call,
+    call: FirstConv,
     dtypes: Dtypes,
     dense: bool,
     strides: tuple[int, ...],
@@ -72,7 +72,7 @@ def forward(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    call: Call,
+    call: FirstConv,
     compute: torch.dtype,
     *,
     moments: bool = False,
@@ -95,7 +95,7 @@ def forward(
 
 @lru_cache(maxsize=4096)
 def _weight(
-    call: Call,
+    call: FirstConv,
     dtypes: Dtypes,
     dense: bool,
     strides: tuple[int, ...],
@@ -114,7 +114,7 @@ def _weight(
 
 
 def backward_weight(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: FirstConv
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns dweight like weight, and dbias like bias (None without one). dy: channels_last, 16-byte aligned."""
     weight = _parameter(weight)

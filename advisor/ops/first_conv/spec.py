@@ -42,7 +42,7 @@ SUM_COLUMNS = 32  # that a block of the last pass adds up; written into the sour
 MAX_ELEMENTS = 2**31 - 1  # of an image and of its result: offsets inside them are 32 bits wide
 
 
-class Call(NamedTuple):
+class FirstConv(NamedTuple):
     """One first convolution: sizes of input and output, k x k taps."""
 
     batch: int
@@ -58,11 +58,13 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], channels: int, kernel: int, stride: int, padding: tuple[int, int], bias: bool) -> Call:
+def call(
+    shape: tuple[int, ...], channels: int, kernel: int, stride: int, padding: tuple[int, int], bias: bool
+) -> FirstConv:
     """The call on an input of `shape` [N, 3, H, W] with `channels` outputs."""
     n, _, h, w = shape
     rows, columns = ((size + 2 * pad - kernel) // stride + 1 for size, pad in zip((h, w), padding, strict=True))
-    return Call(n, h, w, channels, rows, columns, kernel, stride, padding, bias)
+    return FirstConv(n, h, w, channels, rows, columns, kernel, stride, padding, bias)
 
 
 def name(kernel: int, stride: int, channels: int, *, bias: bool = False) -> str:
@@ -136,7 +138,7 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def copied(call: Call, *, dtype: str, compute: str, dense: bool) -> bool:
+def copied(call: FirstConv, *, dtype: str, compute: str, dense: bool) -> bool:
     """Whether the kernels copy rows of pixels as they are: `dense` says that x is NHWC and begins at a multiple of 16 bytes."""
     return dense and dtype == compute and call.stride % 2 == 0 and call.width % CHANNELS == 0
 
@@ -144,7 +146,7 @@ def copied(call: Call, *, dtype: str, compute: str, dense: bool) -> bool:
 # ---- tiles
 
 
-def _pitch(call: Call, columns: int) -> int:
+def _pitch(call: FirstConv, columns: int) -> int:
     """Values of a row of pixels in shared memory, as kernels/include/first_conv.cuh lays it out."""
     pixel = 4 if call.stride % 2 else 3
     before = call.padding[1] * pixel
@@ -152,7 +154,7 @@ def _pitch(call: Call, columns: int) -> int:
     return _ceil(left + ((columns - 1) * call.stride + call.kernel - call.padding[1]) * pixel, 8) * 8
 
 
-def tile(call: Call) -> tuple[int, int]:
+def tile(call: FirstConv) -> tuple[int, int]:
     """Rows and columns of output pixels that a block takes at a time; columns are a multiple of 16.
 
     As even as can be, and two tiles' pixels fit in shared memory.
@@ -172,7 +174,7 @@ def _blocks(threads: int, registers: int) -> int:
     return max(1, warps * 32 // threads)
 
 
-def _base_defines(call: Call, dtype: str, compute: str, weight_dtype: str, raw: bool) -> dict[str, int]:
+def _base_defines(call: FirstConv, dtype: str, compute: str, weight_dtype: str, raw: bool) -> dict[str, int]:
     rows, columns = tile(call)
     return {
         "STORAGE": storage.STORAGE[compute],
@@ -189,7 +191,7 @@ def _base_defines(call: Call, dtype: str, compute: str, weight_dtype: str, raw: 
 
 
 def forward_defines(
-    call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool, moments: bool = False
+    call: FirstConv, dtype: str, compute: str, weight_dtype: str, *, raw: bool, moments: bool = False
 ) -> dict[str, int]:
     """Macros of FORWARD: as many channels a warp as its registers hold weights for, in groups of 32 (or 16).
 
@@ -222,7 +224,7 @@ def moment_parts(defines: dict[str, int], grid: int) -> int:
 
 
 def weight_defines(
-    call: Call, dtype: str, compute: str, weight_dtype: str, *, raw: bool, arch: int = 90
+    call: FirstConv, dtype: str, compute: str, weight_dtype: str, *, raw: bool, arch: int = 90
 ) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT: as many taps a warp as its registers hold sums for."""
     sums = ROOMY_SUMS if architectures.of(arch).roomy else SUMS
@@ -283,7 +285,7 @@ def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[s
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class FirstGeometry:
     """Launch geometry: `grid` blocks walk over `tiles` = images x bands of rows x strips of columns."""
 
     grid: int
@@ -292,11 +294,11 @@ class Geometry:
     bands: int
 
 
-def geometry(call: Call, defines: dict[str, int], sm_count: int) -> Geometry:
+def geometry(call: FirstConv, defines: dict[str, int], sm_count: int) -> FirstGeometry:
     """Of a kernel compiled with `defines`: as many blocks as run at once, none without a tile."""
     strips, bands = _ceil(call.out_width, defines["COLS"]), _ceil(call.out_height, defines["ROWS"])
     tiles = call.batch * bands * strips
-    return Geometry(min(tiles, sm_count * defines["MIN_BLOCKS"]), tiles, strips, bands)
+    return FirstGeometry(min(tiles, sm_count * defines["MIN_BLOCKS"]), tiles, strips, bands)
 
 
 def partials(defines: dict[str, int]) -> int:
@@ -304,14 +306,14 @@ def partials(defines: dict[str, int]) -> int:
     return defines["WARPS_K"] * defines["KT"] * defines["V"] * defines["CHUNKS"] * 4 * 32
 
 
-def bytes_moved(call: Call, itemsize: int, compute_itemsize: int = 2) -> tuple[int, int]:
+def bytes_moved(call: FirstConv, itemsize: int, compute_itemsize: int = 2) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in. Weights are left out."""
     x = call.batch * IN_CHANNELS * call.height * call.width * itemsize
     y = call.batch * call.channels * call.out_height * call.out_width * compute_itemsize
     return x + y, x + y
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: FirstConv) -> tuple[int, int]:
     """Operations of forward and backward (weights only): two a tap, channel and output, each."""
     taps = IN_CHANNELS * call.kernel**2
     products = 2 * call.batch * call.channels * call.out_height * call.out_width * taps

@@ -94,7 +94,7 @@ def unsupported(
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class GroupNormGeometry:
     """`sums` and `apply`: blocks of the passes that sum and that write; `lanes` threads join the sums of a group."""
 
     sums: sample_geometry.SampleGeometry
@@ -109,7 +109,7 @@ def _power_of_two(most: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def geometry(samples: int, rows: int, channels: int, groups: int, dtype: str, sm_count: int) -> Geometry:
+def geometry(samples: int, rows: int, channels: int, groups: int, dtype: str, sm_count: int) -> GroupNormGeometry:
     """`rows` is H * W. The groups of a tile share out a block's threads, no more than they have partial sums to join."""
     vectors, per_group = channels // storage.vector_width(dtype), channels // groups
     cut = partial(
@@ -128,7 +128,7 @@ def geometry(samples: int, rows: int, channels: int, groups: int, dtype: str, sm
     in_a_tile = max(
         (min(begin + width, channels) - 1) // per_group - begin // per_group + 1 for begin in range(0, channels, width)
     )
-    return Geometry(
+    return GroupNormGeometry(
         sums=sums,
         apply=cut(most_splits=rows),
         lanes=min(_power_of_two(THREADS // in_a_tile), 2 * _power_of_two(per_group * sums.splits)),

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, cast
 from advisor.ops.grouped import cuda, spec
+from advisor.ops.grouped.conv import GroupedConv, grouped_conv
 
 engaged, fell_back = dispatch.counters("grouped")
 
@@ -26,7 +27,9 @@ def _wins(x: torch.Tensor, weight: torch.Tensor, _bias: None, stride: int, _grou
     return wins
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, *, moments: bool) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, _bias: None, call: GroupedConv, *, moments: bool
+) -> tuple[Any, ...]:
     """y from the kernel or, where that is faster, PyTorch's own; and the kernel's moments, if asked for."""
     reason = spec.forward_wins(call.group, call.stride)
     if reason:
@@ -38,7 +41,7 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call
 
 
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, wanted: Sequence[bool]
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _bias: None, call: GroupedConv, wanted: Sequence[bool]
 ) -> Gradients:
     if spec.forward_wins(call.group, call.stride):  # else the forward counted
         engaged[spec.name(call.group, call.stride)] += 1
@@ -53,8 +56,8 @@ CONVOLUTION = Convolution(
     family="grouped",
     supports=spec.SUPPORTS,
     numbers="SymInt stride, SymInt groups",
-    geometry=lambda x, stride, groups: Geometry(stride, (1, 1), groups=groups),
-    call=lambda x, weight, bias, stride, groups: spec.call(tuple(x.shape), groups, stride),
+    geometry=lambda x, stride, groups: ConvGeometry(stride, (1, 1), groups=groups),
+    call=lambda x, weight, bias, stride, groups: grouped_conv(tuple(x.shape), groups, stride),
     wins=_wins,
     label=None,
     forward=_forward,

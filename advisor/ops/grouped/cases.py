@@ -10,6 +10,7 @@ from advisor.ops import moments_cases
 from advisor.ops.convolution_cases import Tensors, case
 from advisor.ops.family import Case, Work
 from advisor.ops.grouped import api, reference, spec, wide
+from advisor.ops.grouped.conv import grouped_conv
 
 
 def _case(
@@ -22,7 +23,7 @@ def _case(
     weight_format: torch.memory_format = torch.channels_last,
 ) -> Case:
     groups = shape[1] // group
-    sized = spec.call(shape, groups, stride)
+    sized = grouped_conv(shape, groups, stride)
     nbytes, flops = spec.bytes_moved(sized, 2), spec.flops(sized)
     forward = () if spec.forward_wins(group, stride) else (spec.forward_source(group, stride),)
     gradient = spec.backward_data_source(group, stride), spec.BACKWARD_WEIGHT
@@ -56,7 +57,7 @@ def _with_norm(conv: Case, group: int, stride: int) -> tuple[Case, ...]:
     """With a batch norm behind it; nothing where the forward leaves it no moments."""
     if spec.leaves_moments(group, stride):
         return ()
-    call = spec.call(conv.shape, conv.shape[1] // group, stride)
+    call = grouped_conv(conv.shape, conv.shape[1] // group, stride)
     result = (call.batch, call.channels, call.out_height, call.out_width)
     return moments_cases.cases(conv, api.grouped_conv2d_moments, result, partial(spec.moments_win, group, stride))
 

@@ -12,13 +12,19 @@ from advisor.ops.alignment import empty_nhwc
 from advisor.ops.conv3x3 import cuda as conv3x3
 from advisor.ops.conv3x3.weight import halo
 from advisor.ops.grouped import spec, weight, wide
-from advisor.ops.grouped.spec import Call
+from advisor.ops.grouped.conv import GroupedConv
 from advisor.ops.launches import Launch, launch
 
 
 def _plan(
-    source: str, call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, transposed: bool, moments: bool
-) -> tuple[spec.Plan, dict[str, int], tuple[int, ...]]:
+    source: str,
+    call: GroupedConv,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    device: int,
+    transposed: bool,
+    moments: bool,
+) -> tuple[spec.GroupedPlan, dict[str, int], tuple[int, ...]]:
     """The plan, the macros, and the sizes with which all kernels begin."""
     plan = spec.plan(source, call, nvrtc.sm_count(device))
     names = storage.name(dtype), storage.name(weight_dtype)
@@ -34,7 +40,7 @@ def _plan(
 @lru_cache(maxsize=4096)
 def _convolution(
     source: str,
-    call: Call,
+    call: GroupedConv,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     weight_strides: tuple[int, ...],
@@ -56,13 +62,13 @@ def hopper_lacks(device: int) -> str:
 
 @lru_cache(maxsize=4096)
 def _wide_launch(
-    call: Call,
+    call: GroupedConv,
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     weight_strides: tuple[int, ...],
     device: int,
     transposed: bool,
-) -> tuple[Launch, wide.Plan]:
+) -> tuple[Launch, wide.WidePlan]:
     plan = wide.plan(call, nvrtc.sm_count(device), transposed=transposed)
     dtypes = spec.STORAGE[storage.name(dtype)], spec.WEIGHT_STORAGE[storage.name(weight_dtype)]
     macros = wide.defines(call, plan, *dtypes, transposed=transposed)
@@ -71,7 +77,7 @@ def _wide_launch(
     return launch(wide.CONVOLUTION, macros, device, plan.grid, wide.THREADS, sizes, shared_bytes=nbytes), plan
 
 
-def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool) -> torch.Tensor:
+def _wide(x: torch.Tensor, weight: torch.Tensor, call: GroupedConv, *, transposed: bool) -> torch.Tensor:
     """What is made of x: y, or with `transposed` dx of dy."""
     device = x.device.index or 0
     made, plan = _wide_launch(call, x.dtype, weight.dtype, weight.stride(), device, transposed)
@@ -86,7 +92,7 @@ def _wide(x: torch.Tensor, weight: torch.Tensor, call: Call, *, transposed: bool
 
 
 def forward(
-    x: torch.Tensor, weight: torch.Tensor, call: Call, *, moments: bool = False
+    x: torch.Tensor, weight: torch.Tensor, call: GroupedConv, *, moments: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns y [N, C, OH, OW] channels_last in x's dtype and, if asked for, its moments [parts, 3, C] fp32 (ops/moments.py).
 
@@ -106,7 +112,7 @@ def forward(
     return y, parts
 
 
-def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: GroupedConv) -> torch.Tensor:
     """Returns dx [N, C, H, W] channels_last in dy's dtype. dy: channels_last."""
     device = dy.device.index or 0
     if spec.is_wide(call) and not hopper_lacks(device):
@@ -119,7 +125,7 @@ def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.T
 
 @lru_cache(maxsize=4096)
 def _weight(
-    call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
+    call: GroupedConv, dtype: torch.dtype, weight_dtype: torch.dtype, weight_strides: tuple[int, ...], device: int
 ) -> tuple[Launch, Launch]:
     """Partial sums, and their sum."""
     plan, macros, sizes = _plan(spec.BACKWARD_WEIGHT, call, dtype, weight_dtype, device, False, False)
@@ -139,7 +145,7 @@ def _weight(
     )
 
 
-def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: GroupedConv) -> torch.Tensor:
     """Returns dweight like weight. dy and x: channels_last, one dtype."""
     device = x.device.index or 0
     if spec.is_wide_weight(call) and not hopper_lacks(device):

@@ -6,8 +6,8 @@ import torch
 from torch import fx
 
 from advisor.ops import dispatch, match
+from advisor.ops.family import Producer
 from advisor.ops.grouped import api, spec
-from advisor.ops.moments import Producer
 
 
 def _grouped(node: fx.Node) -> match.Conv2d | str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 from advisor.core import architectures
 from advisor.ops import dispatch_table, occupancy, shared_memory
 from advisor.ops.convolution_support import Sizes, Support, padded_by_one
 from advisor.ops.dispatch import with_moments
 from advisor.ops.grouped import weight, whole, wide
+from advisor.ops.grouped.conv import GroupedConv, grouped_conv
 
 FORWARD = "grouped/grouped_forward.cu"
 BACKWARD_DATA = "grouped/grouped_backward_data.cu"
@@ -60,30 +61,6 @@ _SLAB = 4
 # Where cuDNN's forward is the faster one all the same: in 0.95, 0.75 and 0.74 of the kernel's time (with 8 channels that was at
 # a slab of 4). The backward, twice as long and 1.5 to 2.0 times faster than cuDNN's, stays the kernels'.
 _FORWARD_SLOWER = frozenset({(8, 2), (16, 2), (32, 2)})
-
-
-class Call(NamedTuple):
-    """One grouped convolution, 3 x 3 taps, padding 1: sizes of input and output; `group` channels a group."""
-
-    batch: int
-    channels: int
-    height: int
-    width: int
-    out_height: int
-    out_width: int
-    group: int
-    stride: int
-
-    def transposed(self) -> Call:
-        """With stride 1: the convolution with turned taps that gives the data gradient, from dy to dx."""
-        return self._replace(height=self.out_height, width=self.out_width, out_height=self.height, out_width=self.width)
-
-
-@lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], groups: int, stride: int) -> Call:
-    """The call on an input of `shape` [N, C, H, W]."""
-    n, c, h, w = shape
-    return Call(n, c, h, w, (h - 1) // stride + 1, (w - 1) // stride + 1, c // groups, stride)
 
 
 def name(group: int, stride: int) -> str:
@@ -156,7 +133,7 @@ def has_wide_groups(group: int, stride: int) -> bool:
     return bool(WIDE_GROUPS) and (group, stride) in wide.TAKEN
 
 
-def is_wide(call: Call) -> bool:
+def is_wide(call: GroupedConv) -> bool:
     """As `has_wide_groups`, of one: with stride 2 there have to be odd rows and columns."""
     return has_wide_groups(call.group, call.stride) and min(call.height, call.width) >= call.stride
 
@@ -166,7 +143,7 @@ def has_wide_weight(group: int, stride: int) -> bool:
     return bool(WIDE_GROUPS) and (group, stride) in wide.WEIGHT_TAKEN
 
 
-def is_wide_weight(call: Call) -> bool:
+def is_wide_weight(call: GroupedConv) -> bool:
     """As `is_wide`, of the weight's gradient; and what its blocks leave takes no more memory than the input's gradient."""
     taken = has_wide_weight(call.group, call.stride) and min(call.height, call.width) >= call.stride
     return taken and wide.sums_fit(call)
@@ -188,7 +165,7 @@ def backward_data_source(group: int, stride: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class GroupedPlan:
     """One launch.
 
     A block takes `warps` octets of channels and `tiles` * 16 pixels of a row: `strip` columns of `images` images. An item is
@@ -214,7 +191,7 @@ class Plan:
     grid: tuple[int, int]
     beside: int = 0
     across: int = 1
-    weight: weight.Shape | None = None
+    weight: weight.WeightShape | None = None
     dy_loads: int = 0
 
     @property
@@ -284,7 +261,7 @@ def _shape(source: str, group: int, stride: int, columns: int, batch: int) -> tu
     return best[1]
 
 
-def _segments(call: Call, columns: int, at_once: int) -> tuple[int, int, int, int]:
+def _segments(call: GroupedConv, columns: int, at_once: int) -> tuple[int, int, int, int]:
     """Segments of the result's rows, rows of one, items in all, of `columns` items of all rows, and blocks that share them, `at_once` at
     most: least work for the last to end."""
     best: tuple[int, tuple[int, int, int, int]] | None = None
@@ -300,7 +277,7 @@ def _segments(call: Call, columns: int, at_once: int) -> tuple[int, int, int, in
     return best[1]
 
 
-def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
+def _whole_plan(source: str, call: GroupedConv, sm_count: int) -> GroupedPlan:
     cut = whole.cut(
         data=source == WHOLE_BACKWARD_DATA,
         group=call.group,
@@ -314,7 +291,7 @@ def _whole_plan(source: str, call: Call, sm_count: int) -> Plan:
     return _plan_of(call, cut, shape.beside * shape.across, slabs, sm_count, across=shape.across)
 
 
-def _weight_plan(call: Call, sm_count: int) -> Plan:
+def _weight_plan(call: GroupedConv, sm_count: int) -> GroupedPlan:
     wide = max(call.group, OCTET)
     groups = call.channels // wide
     cut = weight.cut(group=wide, stride=call.stride, groups=groups, columns=call.out_width, batch=call.batch)
@@ -322,11 +299,13 @@ def _weight_plan(call: Call, sm_count: int) -> Plan:
     return _plan_of(call, cut, warps, slabs, sm_count, weight=cut.shape, dy_loads=cut.dy_loads)
 
 
-def _plan_of(call: Call, cut: whole.Cut | weight.Cut, warps: int, slabs: int, sm_count: int, **more: Any) -> Plan:
+def _plan_of(
+    call: GroupedConv, cut: whole.WholeCut | weight.WeightCut, warps: int, slabs: int, sm_count: int, **more: Any
+) -> GroupedPlan:
     """Where a block has a slab of whole groups; `more` fields of the plan."""
     at_once = max(1, sm_count * cut.blocks // slabs)
     segments, segment_rows, items, sharing = _segments(call, -(-call.batch // cut.images) * cut.strips, at_once)
-    return Plan(
+    return GroupedPlan(
         warps=warps,
         tiles=cut.shape.tiles,
         stages=cut.stages,
@@ -346,7 +325,7 @@ def _plan_of(call: Call, cut: whole.Cut | weight.Cut, warps: int, slabs: int, sm
 
 
 @lru_cache(maxsize=4096)
-def plan(source: str, call: Call, sm_count: int) -> Plan:
+def plan(source: str, call: GroupedConv, sm_count: int) -> GroupedPlan:
     """How `source` is launched for this call: as many blocks as run at once, all with equally many items."""
     if source in (WHOLE_FORWARD, WHOLE_BACKWARD_DATA):
         return _whole_plan(source, call, sm_count)
@@ -360,7 +339,7 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
     strips = -(-call.out_width // strip)
     at_once = max(1, sm_count * blocks // slabs)
     segments, segment_rows, items, sharing = _segments(call, -(-call.batch // images) * strips, at_once)
-    return Plan(
+    return GroupedPlan(
         warps=warps,
         tiles=tiles,
         stages=stages,
@@ -378,7 +357,7 @@ def plan(source: str, call: Call, sm_count: int) -> Plan:
 
 
 def defines(
-    call: Call, plan: Plan, dtype: str, weight_dtype: str, *, transposed: bool, moments: bool = False
+    call: GroupedConv, plan: GroupedPlan, dtype: str, weight_dtype: str, *, transposed: bool, moments: bool = False
 ) -> dict[str, int]:
     """Macros of every source. `moments`, of FORWARD alone, leaves the result's."""
     found = {
@@ -401,7 +380,7 @@ def defines(
     return {**found, "MOMENTS": 1} if moments else found
 
 
-def partial_values(call: Call, plan: Plan) -> int:
+def partial_values(call: GroupedConv, plan: GroupedPlan) -> int:
     """Values of fragments that the blocks of one split leave of the weight's gradient."""
     assert plan.weight is not None
     units = call.channels // OCTET // plan.weight.outputs
@@ -441,7 +420,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
             used.add(forward_source(group, stride))
         if source not in used:
             continue
-        sized = call((256, channels, side, side), channels // group, stride)
+        sized = grouped_conv((256, channels, side, side), channels // group, stride)
         planned = plan(source, sized, _SMS)
         turns: tuple[bool, ...] = (False,)
         if source in (BACKWARD_DATA, WHOLE_BACKWARD_DATA):
@@ -470,14 +449,14 @@ def _wide_variants() -> tuple[dict[str, int], ...]:
         (64, 7, "bfloat16"),
     ):
         for stride, transposed in product((1, 2), (False, True)):
-            sized = call((256, 4 * group, side, side), 4, stride)
+            sized = grouped_conv((256, 4 * group, side, side), 4, stride)
             planned = wide.plan(sized, _SMS, transposed=transposed)
             weights = WEIGHT_STORAGE["float32" if dtype == "bfloat16" else dtype]
             found[tuple(wide.defines(sized, planned, STORAGE[dtype], weights, transposed=transposed).items())] = None
     return tuple(dict(macros) for macros in found)
 
 
-def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+def bytes_moved(call: GroupedConv, itemsize: int) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; dy in and dx out, and once more dy and x in for the weight gradient.
 
     The weights are left out. The goals of the project are stated against these four tensor passes.
@@ -487,7 +466,7 @@ def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
     return x + y, 2 * (x + y)
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: GroupedConv) -> tuple[int, int]:
     """Operations of forward and backward: two a tap, channel of the group and output, and twice that."""
     forward = 2 * 9 * call.group * call.batch * call.channels * call.out_height * call.out_width
     return forward, 2 * forward

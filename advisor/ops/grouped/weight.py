@@ -17,7 +17,7 @@ PART_SPLITS = 8  # splits that a thread adds up before another shares them
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WeightShape:
     """A block of `beside` groups by `tiles` * 16 pixels of a row; a warp has `outputs` octets of a group's outputs, a power of two. (Two
     groups of 4 channels count as one.)"""
 
@@ -35,10 +35,10 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WeightCut:
     """`strip` columns of `images` images to a block, `strips` a row; vectors a thread fetches of a row of x and of dy."""
 
-    shape: Shape
+    shape: WeightShape
     images: int
     strip: int
     strips: int
@@ -51,33 +51,33 @@ class Cut:
 
 # By channels a group and stride, as measured (docs/notes/kernels/convolutions-grouped.md), with fewer groups for nets that have few.
 _SHAPES = {
-    (8, 1): (Shape(4, 8), Shape(4, 4), Shape(4, 2)),
-    (8, 2): (Shape(4, 8), Shape(4, 4), Shape(4, 2)),
-    (16, 1): (Shape(4, 4, 2), Shape(4, 2, 2)),
-    (16, 2): (Shape(4, 4, 2), Shape(4, 2, 2)),
-    (24, 1): (Shape(4, 2), Shape(4, 1)),
-    (24, 2): (Shape(4, 2),),
-    (32, 1): (Shape(2, 2, 2), Shape(2, 1, 2)),
-    (32, 2): (Shape(2, 2, 2), Shape(2, 1, 2)),
+    (8, 1): (WeightShape(4, 8), WeightShape(4, 4), WeightShape(4, 2)),
+    (8, 2): (WeightShape(4, 8), WeightShape(4, 4), WeightShape(4, 2)),
+    (16, 1): (WeightShape(4, 4, 2), WeightShape(4, 2, 2)),
+    (16, 2): (WeightShape(4, 4, 2), WeightShape(4, 2, 2)),
+    (24, 1): (WeightShape(4, 2), WeightShape(4, 1)),
+    (24, 2): (WeightShape(4, 2),),
+    (32, 1): (WeightShape(2, 2, 2), WeightShape(2, 1, 2)),
+    (32, 2): (WeightShape(2, 2, 2), WeightShape(2, 1, 2)),
 }
 
 
-def shapes(octets: int, stride: int) -> Iterator[Shape]:
+def shapes(octets: int, stride: int) -> Iterator[WeightShape]:
     """What may be taken for groups of `octets`: where nothing was measured, a warp has an octet of the outputs."""
-    unmeasured = (Shape(4 if octets < 5 else 2, max(1, 8 // octets)),)
+    unmeasured = (WeightShape(4 if octets < 5 else 2, max(1, 8 // octets)),)
     for shape in _SHAPES.get((octets * OCTET, stride), unmeasured):
         for tiles in (4, 2, 1):
             if tiles <= shape.tiles:
                 yield replace(shape, tiles=tiles)
 
 
-def _registers(shape: Shape, octets: int, stride: int, loads: int) -> int:
+def _registers(shape: WeightShape, octets: int, stride: int, loads: int) -> int:
     """A thread's: sums, rows of dy, places of its vectors, and what addresses and fragments take."""
     rows = 3 if stride == 1 else 2
     return 4 * shape.sums(octets) + 2 * rows * shape.tiles * shape.outputs + shape.tiles + 2 * loads + SPARE_REGISTERS
 
 
-def cut(*, group: int, stride: int, groups: int, columns: int, batch: int) -> Cut:
+def cut(*, group: int, stride: int, groups: int, columns: int, batch: int) -> WeightCut:
     """The shape with the most pixels for its products and little of it idle.
 
     Args:
@@ -87,7 +87,7 @@ def cut(*, group: int, stride: int, groups: int, columns: int, batch: int) -> Cu
     """
     octets = group // OCTET
 
-    def found(shape: Shape) -> tuple[float, Cut] | None:
+    def found(shape: WeightShape) -> tuple[float, WeightCut] | None:
         warps, slab, most = shape.warps(octets), shape.beside * octets, shape.tiles * TILE
         strips = -(-columns // most)
         strip = -(-columns // strips)
@@ -104,7 +104,7 @@ def cut(*, group: int, stride: int, groups: int, columns: int, batch: int) -> Cu
         busy = groups / (-(-groups // shape.beside) * shape.beside)
         # A slab of one group of 24 begins and ends in half a sector: two are better unless a fifth of them is idle.
         score = pixels * busy * shape.tiles / (shape.tiles + 0.5) * (1 + shape.beside / 4)
-        return score, Cut(shape, images, strip, strips, loads, dy_loads, stages, blocks, stages * stage)
+        return score, WeightCut(shape, images, strip, strips, loads, dy_loads, stages, blocks, stages * stage)
 
     return max((at for at in map(found, shapes(octets, stride)) if at is not None), key=lambda at: at[0])[1]
 

@@ -22,7 +22,7 @@ MAX_BLOCKS = 8  # on an SM; more hide nothing
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class WholeShape:
     """A block of `beside` groups by `across` times `tiles` * 16 pixels; how many warps of its kind an SM's registers hold."""
 
     tiles: int
@@ -32,10 +32,10 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class WholeCut:
     """`strip` columns of `images` images to a block, `strips` a row; `loads` vectors a thread fetches of a row."""
 
-    shape: Shape
+    shape: WholeShape
     images: int
     strip: int
     strips: int
@@ -47,24 +47,24 @@ class Cut:
 
 # By channels a group and stride. The forward of stride 1 is the gradient of the input too.
 FORWARD = {
-    (16, 1): (Shape(2, 4, 1, 12), Shape(2, 2, 2, 12)),
-    (24, 1): (Shape(1, 3, 2, 12), Shape(1, 2, 2, 12)),
-    (24, 2): (Shape(1, 6, 2, 12), Shape(1, 3, 2, 12), Shape(1, 2, 2, 12)),
+    (16, 1): (WholeShape(2, 4, 1, 12), WholeShape(2, 2, 2, 12)),
+    (24, 1): (WholeShape(1, 3, 2, 12), WholeShape(1, 2, 2, 12)),
+    (24, 2): (WholeShape(1, 6, 2, 12), WholeShape(1, 3, 2, 12), WholeShape(1, 2, 2, 12)),
 }
 BACKWARD_DATA = {
-    (16, 2): (Shape(1, 4, 2, 16), Shape(1, 2, 2, 16)),
-    (24, 2): (Shape(1, 6, 2, 12), Shape(1, 3, 2, 12), Shape(1, 2, 2, 12)),
+    (16, 2): (WholeShape(1, 4, 2, 16), WholeShape(1, 2, 2, 16)),
+    (24, 2): (WholeShape(1, 6, 2, 12), WholeShape(1, 3, 2, 12), WholeShape(1, 2, 2, 12)),
 }
 
 
-def cut(*, data: bool, group: int, stride: int, groups: int, columns: int, batch: int) -> Cut:
+def cut(*, data: bool, group: int, stride: int, groups: int, columns: int, batch: int) -> WholeCut:
     """The block with few idle warps and many neighbouring groups, for rows of `columns` pixels of the smaller tensor.
 
     Args:
         data: the gradient of the input of a stride of 2, which writes two rows of two columns for a pixel.
     """
 
-    def used(shape: Shape) -> float:
+    def used(shape: WholeShape) -> float:
         return groups / (-(-groups // shape.beside) * shape.beside) * (1 + shape.beside / 32)
 
     shape = max((BACKWARD_DATA if data else FORWARD)[group, stride], key=used)
@@ -78,7 +78,7 @@ def cut(*, data: bool, group: int, stride: int, groups: int, columns: int, batch
     stages = max(2, min(STAGES, (BLOCK_BYTES // 16 - staged) // (fetched * pixel)))
     taps = 3 * (group // OCTET) ** 2 * OCTET * shape.beside  # units that the weights pass through
     nbytes = 16 * max(stages * fetched * pixel + staged, taps)
-    return Cut(
+    return WholeCut(
         shape=shape,
         images=images,
         strip=strip,

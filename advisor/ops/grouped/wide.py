@@ -8,13 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product as pairs
-from typing import TYPE_CHECKING
 
 from advisor.ops.conv3x3 import spec as conv3x3
 from advisor.ops.conv3x3.weight import halo
-
-if TYPE_CHECKING:
-    from advisor.ops.grouped.spec import Call
+from advisor.ops.grouped.conv import GroupedConv
 
 CONVOLUTION = "grouped/grouped_wide.cu"
 BACKWARD_WEIGHT = conv3x3.BACKWARD_WEIGHT
@@ -34,7 +31,7 @@ SECTOR = 32  # bytes: a group that ends inside of one shares it with its neighbo
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class WidePlan:
     """One launch: `tiles` of `columns` pixels, `bands` of rows by `strips` of 8 columns an image; a block has `beside` groups."""
 
     columns: int
@@ -59,7 +56,7 @@ def _shared_bytes(columns: int, depth: int, stride: int, parts: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan(call: Call, sm_count: int, *, transposed: bool) -> Plan:
+def plan(call: GroupedConv, sm_count: int, *, transposed: bool) -> WidePlan:
     """The launch that should end first: the longest block's tiles, with what each takes beside its products."""
     groups = call.channels // call.group
     beside = 2 if call.group * 2 % SECTOR and groups % 2 == 0 else 1
@@ -71,12 +68,14 @@ def plan(call: Call, sm_count: int, *, transposed: bool) -> Plan:
         lines = max(1, min(sm_count // (groups // beside), tiles))
         sizes = {depth: _shared_bytes(columns, depth, call.stride, parts) for depth in range(1, MAX_DEPTH + 1)}
         depth = max(depth for depth, nbytes in sizes.items() if nbytes <= SHARED_BYTES)
-        planned = Plan(columns, depth, beside, sizes[depth], bands, strips, tiles, lines * (groups // beside))
+        planned = WidePlan(columns, depth, beside, sizes[depth], bands, strips, tiles, lines * (groups // beside))
         found.append((-(-tiles // lines) * (columns + TILE_COST), planned))
     return min(found, key=lambda cost: cost[0])[1]
 
 
-def defines(call: Call, plan: Plan, storage: int, weight_storage: int, *, transposed: bool) -> dict[str, int]:
+def defines(
+    call: GroupedConv, plan: WidePlan, storage: int, weight_storage: int, *, transposed: bool
+) -> dict[str, int]:
     """Macros of CONVOLUTION."""
     return {
         "STORAGE": storage,
@@ -91,13 +90,15 @@ def defines(call: Call, plan: Plan, storage: int, weight_storage: int, *, transp
 
 
 @lru_cache(maxsize=4096)
-def convolution(call: Call) -> conv3x3.Call:
+def convolution(call: GroupedConv) -> conv3x3.Conv3x3:
     """As ops/conv3x3 has it, for the gradient of the weight."""
     groups = call.channels // call.group
-    return conv3x3.Call(call.batch, call.group, call.group, call.height, call.width, groups=groups, stride=call.stride)
+    return conv3x3.Conv3x3(
+        call.batch, call.group, call.group, call.height, call.width, groups=groups, stride=call.stride
+    )
 
 
 @lru_cache(maxsize=4096)
-def sums_fit(call: Call) -> bool:
+def sums_fit(call: GroupedConv) -> bool:
     """Whether what the blocks of the weight's gradient leave takes no more memory than the input's gradient, which is made behind it."""
     return not conv3x3.room(convolution(call))

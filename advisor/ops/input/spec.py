@@ -58,7 +58,7 @@ def kind(channels: int, *, x_nhwc: bool, y_nhwc: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class BatchGeometry:
     """Blocks, groups of all threads, groups a plane or image, and the elements a group stores at once."""
 
     blocks: int
@@ -77,7 +77,9 @@ def _unroll(by_pixel: bool) -> int:
 
 
 @lru_cache(maxsize=1024)
-def geometry(shape: tuple[int, int, int, int], *, x_nhwc: bool, y_nhwc: bool, dtype: str, aligned: bool) -> Geometry:
+def geometry(
+    shape: tuple[int, int, int, int], *, x_nhwc: bool, y_nhwc: bool, dtype: str, aligned: bool
+) -> BatchGeometry:
     """`aligned`: both tensors begin at a multiple of 16 bytes."""
     n, c, h, w = shape
     plane = h * w
@@ -87,7 +89,7 @@ def geometry(shape: tuple[int, int, int, int], *, x_nhwc: bool, y_nhwc: bool, dt
     if not aligned or run % width:
         width = 1
     groups = n * plane * (1 if by_pixel else c) // width
-    return Geometry(-(-groups // (THREADS * _unroll(by_pixel))), groups, max(1, plane // width), width)
+    return BatchGeometry(-(-groups // (THREADS * _unroll(by_pixel))), groups, max(1, plane // width), width)
 
 
 def defines(*, channels: int, x_nhwc: bool, y_nhwc: bool, dtype: str, width: int) -> dict[str, int]:

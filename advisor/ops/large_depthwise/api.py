@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Pair, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Pair, cast
 from advisor.ops.large_depthwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("large_depthwise")
@@ -28,7 +28,7 @@ def _planes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _forward(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.Call, *, moments: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.LargeConv, *, moments: bool
 ) -> tuple[Any, ...]:
     return alignment.lying_as(cuda.forward(_planes(x), weight.contiguous(), bias, call), x), None
 
@@ -38,7 +38,7 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    call: spec.Call,
+    call: spec.LargeConv,
     wanted: Sequence[bool],
 ) -> Gradients:
     """dx, in x's format, dweight and dbias, each where wanted."""
@@ -59,7 +59,7 @@ CONVOLUTION = Convolution(
     supports=spec.SUPPORTS,
     numbers="SymInt[] padding",
     biased=True,
-    geometry=lambda x, padding: Geometry(padding=padding, groups=x.shape[1]),
+    geometry=lambda x, padding: ConvGeometry(padding=padding, groups=x.shape[1]),
     call=lambda x, weight, bias, padding: spec.call(tuple(x.shape), _taps(weight), padding),
     wins=lambda x, weight, bias, padding: spec.wins(_taps(weight), storage.name(x.dtype)),
     label=lambda call: spec.name((call.kernel_h, call.kernel_w)),

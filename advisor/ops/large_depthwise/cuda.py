@@ -8,12 +8,14 @@ import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.large_depthwise import spec
-from advisor.ops.large_depthwise.spec import Call
+from advisor.ops.large_depthwise.spec import LargeConv
 from advisor.ops.launches import Launch, launch
 
 
 @lru_cache(maxsize=4096)
-def _conv(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool) -> Launch:
+def _conv(
+    call: LargeConv, dtype: torch.dtype, weight_dtype: torch.dtype, device: int, flip: bool, bias: bool
+) -> Launch:
     plan = spec.plan(call, storage.name(dtype), nvrtc.arch(device))
     macros = spec.defines(call, plan, storage.name(dtype), storage.name(weight_dtype), flip=flip, bias=bias)
     grid = plan.row_tiles * plan.column_tiles, -(-call.batch // plan.planes), call.channels
@@ -25,7 +27,7 @@ def _conv(call: Call, dtype: torch.dtype, weight_dtype: torch.dtype, device: int
 
 
 def _product(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: Call, *, flip: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, product: LargeConv, *, flip: bool
 ) -> torch.Tensor:
     y = x.new_empty((product.batch, product.channels, product.out_height, product.out_width))
     plan = _conv(product, x.dtype, weight.dtype, x.device.index or 0, flip, bias is not None)
@@ -33,18 +35,18 @@ def _product(
     return y
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: Call) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: LargeConv) -> torch.Tensor:
     """Returns y [N, C, OH, OW] contiguous in x's dtype. x: contiguous, 16-byte aligned; weight [C, 1, KH, KW] contiguous."""
     return _product(x, weight, bias, call, flip=False)
 
 
-def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: LargeConv) -> torch.Tensor:
     """Returns dx [N, C, H, W] contiguous in dy's dtype. dy: contiguous, 16-byte aligned."""
     return _product(dy, weight, None, call.gradient(), flip=True)
 
 
 @lru_cache(maxsize=4096)
-def _weight(call: Call, dtype: torch.dtype, device: int) -> tuple[spec.WeightPlan, Launch]:
+def _weight(call: LargeConv, dtype: torch.dtype, device: int) -> tuple[spec.WeightPlan, Launch]:
     plan = spec.weight_plan(call, storage.name(dtype), nvrtc.sm_count(device), nvrtc.arch(device))
     macros = spec.weight_defines(call, plan, storage.name(dtype))
     sizes = (
@@ -56,7 +58,7 @@ def _weight(call: Call, dtype: torch.dtype, device: int) -> tuple[spec.WeightPla
     return plan, launch(spec.BACKWARD_WEIGHT, macros, device, grid, threads, sizes, shared_bytes=nbytes)
 
 
-def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_weight(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: LargeConv) -> torch.Tensor:
     """Returns dweight like weight. dy and x: contiguous, 16-byte aligned, one dtype."""
     plan, partial = _weight(call, x.dtype, x.device.index or 0)
     left = torch.empty(

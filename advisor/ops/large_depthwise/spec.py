@@ -26,7 +26,7 @@ MAX_VALUES = 2**31 - 1  # of a plane
 TUNABLE = {"WARPS": (4, 8), "HELD": (24, 48), "BLOCKS_AN_SM": (2, 4, 8)}
 
 
-class Call(NamedTuple):
+class LargeConv(NamedTuple):
     """A convolution of [batch, channels, height, width] with one filter of [kernel_h, kernel_w] taps a channel."""
 
     batch: int
@@ -53,24 +53,24 @@ class Call(NamedTuple):
         """Zero columns ahead of the padding, so that a tile's columns begin with a whole vector."""
         return -self.pad_w % 8
 
-    def gradient(self) -> Call:
+    def gradient(self) -> LargeConv:
         """The convolution with reversed taps that makes the input's gradient of the result's."""
         pads = self.kernel_h - 1 - self.pad_h, self.kernel_w - 1 - self.pad_w
         return self._replace(height=self.out_height, width=self.out_width, pad_h=pads[0], pad_w=pads[1])
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], taps: tuple[int, int], padding: tuple[int, int]) -> Call:
+def call(shape: tuple[int, ...], taps: tuple[int, int], padding: tuple[int, int]) -> LargeConv:
     """The convolution of an input of `shape` [N, C, H, W]."""
     n, c, h, w = shape
-    return Call(n, c, h, w, *taps, *padding)
+    return LargeConv(n, c, h, w, *taps, *padding)
 
 
 # ---- what is compiled, and how it is launched
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class LargePlan:
     """One launch of CONV: tiles of 16 * `sixteens` rows by 8 * `eights` columns of `planes` images."""
 
     eights: int
@@ -100,7 +100,7 @@ def _odd(columns: int) -> int:
     return (columns // 8 | 1) * 8
 
 
-def _inside(call: Call, tiles: int, most: int) -> tuple[int, int]:
+def _inside(call: LargeConv, tiles: int, most: int) -> tuple[int, int]:
     """The eights of staged columns [first, last) from which 16 columns on meet the image."""
     if tiles > 1:
         return 0, most
@@ -109,7 +109,7 @@ def _inside(call: Call, tiles: int, most: int) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=4096)
-def plan(call: Call, dtype: str, arch: int) -> Plan:
+def plan(call: LargeConv, dtype: str, arch: int) -> LargePlan:
     """The launch of CONV, with as many planes a block as give it WARPS warps, within shared memory."""
     column_tiles, eights = _tiles(call.out_width, 8, EIGHTS)
     steps = -(-(call.kernel_w + 7 + call.lead) // 16)
@@ -126,7 +126,7 @@ def plan(call: Call, dtype: str, arch: int) -> Plan:
         if nbytes + 1024 <= shared_memory.of_a_block(arch):
             break
     chunks = _inside(call, column_tiles, eights + 2 * (steps - 1))
-    return Plan(eights, sixteens, planes, row_tiles, column_tiles, steps, chunks, nbytes)
+    return LargePlan(eights, sixteens, planes, row_tiles, column_tiles, steps, chunks, nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class WeightPlan:
 
 
 @lru_cache(maxsize=4096)
-def weight_plan(call: Call, dtype: str, sm_count: int, arch: int) -> WeightPlan:
+def weight_plan(call: LargeConv, dtype: str, sm_count: int, arch: int) -> WeightPlan:
     """The launch of BACKWARD_WEIGHT."""
     column_tiles, quads = _tiles(call.out_width, 16, EIGHTS // 2)
     eights = -(-(call.kernel_w + 15 + call.lead) // 8)
@@ -179,7 +179,9 @@ def copy(width: int, dtype: str) -> int:
     return next(n for n in (8, 4, 2, 1) if n <= most and width % n == 0)
 
 
-def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, flip: bool, bias: bool) -> dict[str, int]:
+def defines(
+    call: LargeConv, plan: LargePlan, dtype: str, weight_dtype: str, *, flip: bool, bias: bool
+) -> dict[str, int]:
     """Macros of CONV."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -200,7 +202,7 @@ def defines(call: Call, plan: Plan, dtype: str, weight_dtype: str, *, flip: bool
     }
 
 
-def weight_defines(call: Call, plan: WeightPlan, dtype: str) -> dict[str, int]:
+def weight_defines(call: LargeConv, plan: WeightPlan, dtype: str) -> dict[str, int]:
     """Macros of BACKWARD_WEIGHT."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -298,14 +300,14 @@ def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[s
     return tuple(dict(macros) for macros in dict.fromkeys(tuple(macros.items()) for macros in found))
 
 
-def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+def bytes_moved(call: LargeConv, itemsize: int) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out."""
     x = call.batch * call.channels * call.height * call.width * itemsize
     y = call.batch * call.channels * call.out_height * call.out_width * itemsize
     return x + y, 2 * x + y
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: LargeConv) -> tuple[int, int]:
     """Operations of forward and backward (both gradients)."""
     values = call.batch * call.channels * call.out_height * call.out_width
     products = 2 * call.kernel_h * call.kernel_w * values

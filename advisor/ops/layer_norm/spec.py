@@ -80,7 +80,7 @@ def unsupported(
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class LayerNormGeometry:
     """`lanes` threads a row with `lane_vectors` vectors each; `vectors` a row has."""
 
     lanes: int
@@ -96,7 +96,7 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def geometry(rows: int, channels: int, dtype: str, result: str, sm_count: int) -> Geometry:
+def geometry(rows: int, channels: int, dtype: str, result: str, sm_count: int) -> LayerNormGeometry:
     """As few idle lanes as possible; see the constants for the rest."""
     vectors = channels // storage.vector_width(dtype)
     possible = [
@@ -111,7 +111,7 @@ def geometry(rows: int, channels: int, dtype: str, result: str, sm_count: int) -
     backward = -(-rows // (threads(BACKWARD, held) // lanes * rows_under_way(BACKWARD, held)))
     wanted = FORWARD_ROUNDS if dtype == "float32" else -(-8 * FORWARD_WEIGHTS // (in_a_round * storage.itemsize(dtype)))
     rounds = max(1, min(wanted, forward // (sm_count * FORWARD_BLOCKS_PER_SM)))
-    return Geometry(
+    return LayerNormGeometry(
         lanes=lanes,
         lane_vectors=held,
         vectors=vectors,

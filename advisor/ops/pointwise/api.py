@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
-from advisor.ops.convolution import Convolution, Geometry, Gradients, Made, cast, computed_in, dense_gradients
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, cast, computed_in, dense_gradients
 from advisor.ops.function import Function
 from advisor.ops.pointwise import cuda, spec
 
@@ -51,7 +51,7 @@ CONVOLUTION = Convolution(
     name="pointwise_conv2d",
     family="pointwise",
     supports=spec.SUPPORTS,
-    geometry=lambda x: Geometry(),
+    geometry=lambda x: ConvGeometry(),
     call=lambda x, weight, bias: (x.shape[1], weight.shape[0]),
     wins=_wins,
     label=lambda call: spec.name(*call),

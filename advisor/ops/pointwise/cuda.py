@@ -16,7 +16,14 @@ Made = tuple[torch.Tensor, torch.Tensor | None]  # a result and, where asked for
 
 
 def launch_of(
-    plan: spec.Plan, rows: int, in_channels: int, out_channels: int, dtype: torch.dtype, device: int, *, moments: bool
+    plan: spec.PointwisePlan,
+    rows: int,
+    in_channels: int,
+    out_channels: int,
+    dtype: torch.dtype,
+    device: int,
+    *,
+    moments: bool,
 ) -> Launch:
     """The launch that a plan says."""
     macros = spec.defines(plan, storage.name(dtype), moments=moments)
@@ -51,7 +58,7 @@ def forward(x: torch.Tensor, weight: torch.Tensor, *, moments: bool) -> Made:
 
 
 def gradient_launch_of(
-    plan: spec.Plan,
+    plan: spec.PointwisePlan,
     rows: int,
     channels: int,
     out_channels: int,

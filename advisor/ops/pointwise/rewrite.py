@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from advisor.ops import dispatch, match
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.batchnorm_act import spec as batchnorm_spec
-from advisor.ops.moments import Producer
+from advisor.ops.family import Producer
 from advisor.ops.pointwise import api, spec
 
 

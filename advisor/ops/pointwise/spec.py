@@ -171,7 +171,7 @@ SUPPORTS = replace(ONE_TAP, vectors=_inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PointwisePlan:
     """One launch: `warps_m` x `warps_n` warps, each `tiles` * 16 rows by `groups` * 32 columns.
 
     A chunk of x is `steps` * 16 channels, of which `chunks` are all; `stages` of them are in the ring. `blocks` run on an SM at
@@ -232,7 +232,7 @@ def arranged(
     chunks: int,
     stages: int,
     gradient: bool = False,
-) -> Plan | None:
+) -> PointwisePlan | None:
     """The plan with these numbers: as many blocks as run at once, all with equally many tiles. None where no block fits.
 
     `gradient`: of NORM_GRADIENT, whose `out_channels` are those that it makes.
@@ -254,7 +254,7 @@ def arranged(
     items = -(-rows // (16 * warps_m * tiles))
     passes = -(-items // max(1, sm_count * blocks // slabs))
     grid = -(-items // passes), slabs
-    return Plan(warps_m, warps_n, tiles, groups, steps, chunks, stages, blocks, nbytes, grid)
+    return PointwisePlan(warps_m, warps_n, tiles, groups, steps, chunks, stages, blocks, nbytes, grid)
 
 
 def _split(total: int, most: int) -> int:
@@ -263,7 +263,9 @@ def _split(total: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4096)
-def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int, *, gradient: bool = False) -> Plan:
+def plan(
+    rows: int, in_channels: int, out_channels: int, sm_count: int, arch: int, *, gradient: bool = False
+) -> PointwisePlan:
     """How the convolution of `rows` pixels is launched; or NORM_GRADIENT, with the channels that it takes in and makes.
 
     Long chunks, then large tiles, as far as BLOCKS blocks share an SM; where not even the smallest do, what fits one. On an H200
@@ -303,7 +305,7 @@ def plan(rows: int, in_channels: int, out_channels: int, sm_count: int, arch: in
     return alone
 
 
-def defines(plan: Plan, dtype: str, *, moments: bool) -> dict[str, int]:
+def defines(plan: PointwisePlan, dtype: str, *, moments: bool) -> dict[str, int]:
     """Macros of one variant. `moments` leaves the result's."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -354,7 +356,9 @@ def norm_forward_defines(
     }
 
 
-def gradient_defines(plan: Plan, dtype: str, activation: str, residual: bool, *, forked: bool) -> dict[str, int]:
+def gradient_defines(
+    plan: PointwisePlan, dtype: str, activation: str, residual: bool, *, forked: bool
+) -> dict[str, int]:
     """Macros of one variant of NORM_GRADIENT behind a norm with this activation and residual. `forked`: with a second gradient."""
     found = defines(plan, dtype, moments=False)
     for unused in ("MOMENTS", "GROUPS"):

@@ -12,12 +12,12 @@ from torch.nn import functional as F
 from advisor.ops import alignment, dispatch, nvrtc, storage
 from advisor.ops.operation import Arguments, Gradients, Operation, Saved, shape_alone
 from advisor.ops.pooling import cuda, spec
-from advisor.ops.pooling.spec import Pair, Window
+from advisor.ops.pooling.spec import Pair, PoolWindow
 
 DEAD = 255  # for a position: ReLU gives zero there
 
 
-def unsupported(x: torch.Tensor, window: Window | None) -> str:
+def unsupported(x: torch.Tensor, window: PoolWindow | None) -> str:
     """Why the kernels cannot take this call; empty when they can. `window` None: the whole image."""
     reason = nvrtc.on_device(x)
     if reason:
@@ -28,7 +28,7 @@ def unsupported(x: torch.Tensor, window: Window | None) -> str:
 
 @lru_cache(maxsize=4096)
 def _unsupported(
-    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype, window: Window | None, device: int
+    shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype, window: PoolWindow | None, device: int
 ) -> str:
     reason = spec.unsupported_tensor(
         shape=shape, channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
@@ -38,13 +38,13 @@ def _unsupported(
     return spec.unsupported_window(window, height=shape[2], width=shape[3])
 
 
-def _refusal(operation: str, x: torch.Tensor, window: Window | None, other: str = "") -> str:
+def _refusal(operation: str, x: torch.Tensor, window: PoolWindow | None, other: str = "") -> str:
     """Why PyTorch's own operation runs; empty when the kernels do. `other`: why it is, for what x does not tell."""
     wins = spec.wins(operation, dtype=storage.name(x.dtype), nbytes=x.numel() * x.element_size())
     return dispatch.refusal(unsupported(x, window) or other, wins)
 
 
-def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
+def flat_indices(index: torch.Tensor, shape: tuple[int, ...], window: PoolWindow) -> torch.Tensor:
     """PyTorch's own indices (h * W + w, int64) from positions in the window: what second derivatives are taken with."""
     _, _, _, width = shape
     oh = torch.arange(index.shape[2], device=index.device)[:, None] * window.stride[0] - window.padding[0]
@@ -62,11 +62,11 @@ def _to_chosen(dy: torch.Tensor, at: torch.Tensor, shape: tuple[int, ...]) -> to
     return flat.scatter_add(2, at, dy.reshape(at.shape)).view(shape)
 
 
-def _window(_x: object, *arguments: Any) -> Window:
+def _window(_x: object, *arguments: Any) -> PoolWindow:
     return spec.window(*arguments)
 
 
-def _pooled(shape: Sequence[int], window: Window) -> tuple[int, int, int, int]:
+def _pooled(shape: Sequence[int], window: PoolWindow) -> tuple[int, int, int, int]:
     n, c, h, w = shape
     return n, c, *window.output(h, w)
 
@@ -119,7 +119,7 @@ _MAX_POOL = Operation(
 )
 
 
-def _bias_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+def _bias_forward(x: torch.Tensor, bias: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
     return cuda.bias_max_pool_forward(x, alignment.aligned(bias.float()), window)
 
 
@@ -137,12 +137,12 @@ def _bias_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradien
     return _to_chosen(g, at, x.shape), g.float().sum((0, 2, 3)).to(bias.dtype)
 
 
-def _bias_refusal(x: torch.Tensor, bias: torch.Tensor, window: Window) -> str:
+def _bias_refusal(x: torch.Tensor, bias: torch.Tensor, window: PoolWindow) -> str:
     elsewhere = "not all on one device" if bias.device != x.device else ""
     return _refusal(spec.BIAS_RELU, x, window, spec.unsupported_bias(window) or elsewhere)
 
 
-def _bias_pytorch(x: torch.Tensor, bias: torch.Tensor, window: Window) -> torch.Tensor:
+def _bias_pytorch(x: torch.Tensor, bias: torch.Tensor, window: PoolWindow) -> torch.Tensor:
     return F.max_pool2d(F.relu(x + bias.to(x.dtype).view(1, -1, 1, 1)), *window.arguments)
 
 

@@ -12,10 +12,10 @@ from torch.nn import functional as F
 from advisor.ops import storage
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.pooling import api, reference, spec
-from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, Window
+from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, PoolWindow
 
 # max-pool: the stems of ResNet-50 and DenseNet-121, VGG-16's five, two of GoogLeNet's branches and its ceil_mode one.
-_CEIL = Window(kernel=(3, 3), stride=(2, 2), ceil_mode=True)
+_CEIL = PoolWindow(kernel=(3, 3), stride=(2, 2), ceil_mode=True)
 _MAX = (
     ((256, 64, 112, 112), K3S2),
     ((128, 64, 224, 224), K2S2),
@@ -51,13 +51,13 @@ def _bytes(shape: tuple[int, ...], dtype: str) -> int:
     return math.prod(shape) * itemsize
 
 
-def _elements(shape: tuple[int, ...], window: Window) -> tuple[int, int]:
+def _elements(shape: tuple[int, ...], window: PoolWindow) -> tuple[int, int]:
     n, c, h, w = shape
     oh, ow = window.output(h, w)
     return n * c * h * w, n * c * oh * ow
 
 
-def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
+def _max(shape: tuple[int, ...], window: PoolWindow, dtype: str) -> Case:
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
@@ -78,7 +78,7 @@ def _max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
 
 
 def _bias_inputs(
-    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, window: Window
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, window: PoolWindow
 ) -> Arguments:
     """x [n, C, H, W] and bias [C] fp32, below which about half of the maxima stay."""
     bias = torch.randn(shape[1], device=generator.device, generator=generator) - 1.5
@@ -97,7 +97,7 @@ def _bias_steady(x: torch.Tensor, bias: torch.Tensor, *window: Any) -> torch.Ten
     return largest.abs() >= 0.05
 
 
-def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
+def _bias_max(shape: tuple[int, ...], window: PoolWindow, dtype: str) -> Case:
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
@@ -118,7 +118,9 @@ def _bias_max(shape: tuple[int, ...], window: Window, dtype: str) -> Case:
     )
 
 
-def _avg(shape: tuple[int, ...], window: Window, dtype: str, include: bool = True, divisor: int | None = None) -> Case:
+def _avg(
+    shape: tuple[int, ...], window: PoolWindow, dtype: str, include: bool = True, divisor: int | None = None
+) -> Case:
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_avg(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     variant = "" if include else " inside"
@@ -164,7 +166,7 @@ def _global(shape: tuple[int, ...], dtype: str) -> Case:
 _OTHERS = ("float16", "float32")
 
 _VGG = _MAX[1:6]
-_ALEXNET = ((128, 64, 55, 55), Window(kernel=(3, 3), stride=(2, 2)))
+_ALEXNET = ((128, 64, 55, 55), PoolWindow(kernel=(3, 3), stride=(2, 2)))
 
 BENCHMARK = (
     *(_max(shape, window, "bfloat16") for shape, window in _MAX),
@@ -177,8 +179,8 @@ BENCHMARK = (
     *(_global(_GLOBAL[0], dtype) for dtype in _OTHERS),
 )
 
-_WIDE = Window(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
-_SPARSE = Window(kernel=(2, 2), stride=(3, 3))  # elements that no window covers
+_WIDE = PoolWindow(kernel=(3, 2), stride=(2, 3), padding=(1, 1), dilation=(2, 1), ceil_mode=True)
+_SPARSE = PoolWindow(kernel=(2, 2), stride=(3, 3))  # elements that no window covers
 # Every variant in bf16, every kernel in every dtype. They run emulated in the tests too, where each variant is compiled.
 VERIFICATION = (
     _max((1, 72, 9, 7), K3S1, "bfloat16"),

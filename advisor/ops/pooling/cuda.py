@@ -10,7 +10,7 @@ from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.launches import Launch, launch
 from advisor.ops.pooling import spec
-from advisor.ops.pooling.spec import Window
+from advisor.ops.pooling.spec import PoolWindow
 
 Shape = tuple[int, int, int, int]
 
@@ -19,7 +19,7 @@ def _windows(
     source: str,
     defines: dict[str, int],
     shape: Shape,
-    window: Window,
+    window: PoolWindow,
     dtype: torch.dtype,
     device: int,
     constant: tuple[float, ...] = (),
@@ -41,7 +41,7 @@ def _windows(
 def _max(
     shape: Shape,
     dtype: torch.dtype,
-    window: Window,
+    window: PoolWindow,
     backward: bool,
     indices: bool,
     device: int,
@@ -53,7 +53,7 @@ def _max(
 
 
 @lru_cache(maxsize=4096)
-def _bias_backward(shape: Shape, dtype: torch.dtype, window: Window, device: int) -> Launch:
+def _bias_backward(shape: Shape, dtype: torch.dtype, window: PoolWindow, device: int) -> Launch:
     n, c, h, w = shape
     name = storage.name(dtype)
     tile = spec.backward_geometry(window, c // storage.vector_width(name), h, w)
@@ -67,7 +67,7 @@ def _bias_backward(shape: Shape, dtype: torch.dtype, window: Window, device: int
 def _avg(
     shape: Shape,
     dtype: torch.dtype,
-    window: Window,
+    window: PoolWindow,
     count_include_pad: bool,
     divisor_override: int | None,
     backward: bool,
@@ -101,13 +101,13 @@ def _shape(x: torch.Tensor) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def output(shape: torch.Size, window: Window) -> Shape:
+def output(shape: torch.Size, window: PoolWindow) -> Shape:
     """The shape of a pooled tensor, looked up once for all alike."""
     n, c, h, w = shape
     return n, c, *window.output(h, w)
 
 
-def max_pool_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def max_pool_forward(x: torch.Tensor, window: PoolWindow, *, indices: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns y [N, C, OH, OW] and the positions of the maxima like it in bytes (empty without `indices`).
 
     x: [N, C, H, W] channels_last, fp16, bf16 or fp32.
@@ -120,14 +120,14 @@ def max_pool_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple
     return y, index
 
 
-def max_pool_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: Window) -> torch.Tensor:
+def max_pool_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: PoolWindow) -> torch.Tensor:
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
     dx = empty_nhwc(shape, dy)
     _max(shape, dy.dtype, window, True, True, dy.device.index or 0).run(dy, index, dx)
     return dx
 
 
-def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor]:
+def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns y [N, C, OH, OW] and the positions of the maxima like it in bytes, 255 where ReLU gives zero.
 
     x: [N, C, H, W] channels_last, fp16, bf16 or fp32; bias: [C] fp32, aligned.
@@ -139,7 +139,7 @@ def bias_max_pool_forward(x: torch.Tensor, bias: torch.Tensor, window: Window) -
 
 
 def bias_max_pool_backward(
-    dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: Window
+    dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: PoolWindow
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dx of `shape` and dbias [C] fp32. dy: channels_last, like the forward's y."""
     plan = _bias_backward(shape, dy.dtype, window, dy.device.index or 0)
@@ -151,7 +151,7 @@ def bias_max_pool_backward(
 
 
 def avg_pool_forward(
-    x: torch.Tensor, window: Window, count_include_pad: bool, divisor_override: int | None
+    x: torch.Tensor, window: PoolWindow, count_include_pad: bool, divisor_override: int | None
 ) -> torch.Tensor:
     """Returns y [N, C, OH, OW]. x: [N, C, H, W] channels_last, fp16, bf16 or fp32."""
     y = empty_nhwc(output(x.shape, window), x)
@@ -161,7 +161,7 @@ def avg_pool_forward(
 
 
 def avg_pool_backward(
-    dy: torch.Tensor, shape: Shape, window: Window, count_include_pad: bool, divisor_override: int | None
+    dy: torch.Tensor, shape: Shape, window: PoolWindow, count_include_pad: bool, divisor_override: int | None
 ) -> torch.Tensor:
     """Returns dx of `shape`. dy: channels_last, like the forward's y."""
     dx = empty_nhwc(shape, dy)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from advisor.ops.pooling import spec
-from advisor.ops.pooling.spec import Pair, Window
+from advisor.ops.pooling.spec import Pair, PoolWindow
 
 
-def _taps(x: torch.Tensor, window: Window) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _taps(x: torch.Tensor, window: PoolWindow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Values [N, C, OH, OW, K], whether each is inside the image [OH, OW, K], and inside the padded image [OH, OW, K]."""
     (kh, kw), (sh, sw), (ph, pw), (dh, dw) = window.kernel, window.stride, window.padding, window.dilation
     _, _, height, width = x.shape

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from advisor.ops import dispatch, match, storage
 from advisor.ops.bias_act.rewrite import bias_of, without_bias
 from advisor.ops.pooling import api, spec
-from advisor.ops.pooling.spec import Pair, Window
+from advisor.ops.pooling.spec import Pair, PoolWindow
 
 _MAX_PARAMETERS = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 _MAX_DEFAULTS = {"stride": None, "padding": 0, "dilation": 1, "ceil_mode": False, "return_indices": False}
@@ -53,7 +53,7 @@ def pair(value: Any) -> Pair | None:
     return (values[0], values[1]) if len(values) == 2 and all(type(v) is int for v in values) else None
 
 
-def max_pool_window(node: fx.Node) -> tuple[fx.Node, Window] | str | None:
+def max_pool_window(node: fx.Node) -> tuple[fx.Node, PoolWindow] | str | None:
     """Input and window of a max-pooling call, or why it is left alone; None when the node is none."""
     if node.op != "call_function" or node.target not in (F.max_pool2d, torch.max_pool2d):
         return None
@@ -69,7 +69,7 @@ def max_pool_window(node: fx.Node) -> tuple[fx.Node, Window] | str | None:
     return bound["input"], spec.window(kernel, stride, padding, dilation, bool(bound["ceil_mode"]))
 
 
-def refused(node: Any, window: Window | None, operation: str) -> str:
+def refused(node: Any, window: PoolWindow | None, operation: str) -> str:
     """Why the kernels do not take `node`'s value, as far as the graph tells: the layout is known when it runs."""
     x = match.value(node)
     shape = None if x is None else match.static_shape(x)
@@ -124,7 +124,7 @@ def _max(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
     return f"max_pool {window.label}", reason
 
 
-def _put_behind_bias(node: fx.Node, relu: fx.Node, window: Window) -> bool:
+def _put_behind_bias(node: fx.Node, relu: fx.Node, window: PoolWindow) -> bool:
     """Whether a convolution's bias and ReLU, which nobody else sees, have become part of the pooling that follows."""
     convolution = match.operand(relu) if isinstance(relu, fx.Node) else None
     if not isinstance(convolution, fx.Node) or convolution.target is not F.conv2d:
@@ -143,7 +143,7 @@ def _put_behind_bias(node: fx.Node, relu: fx.Node, window: Window) -> bool:
     return True
 
 
-def avg_pool_window(node: fx.Node) -> tuple[fx.Node, Window, bool, int | None] | str | None:
+def avg_pool_window(node: fx.Node) -> tuple[fx.Node, PoolWindow, bool, int | None] | str | None:
     """Input, window, whether padding counts, and another divisor of an average pooling; why it is left alone; None for others."""
     if node.op != "call_function" or node.target is not F.avg_pool2d:
         return None
@@ -164,7 +164,7 @@ def _avg(node: fx.Node, compiled: bool) -> tuple[str, str] | None:
 
 
 def _put_avg(
-    node: fx.Node, x: fx.Node, window: Window, include: bool, divisor: int | None, compiled: bool
+    node: fx.Node, x: fx.Node, window: PoolWindow, include: bool, divisor: int | None, compiled: bool
 ) -> tuple[str, str]:
     reason = refused(x, window, "avg_pool")
     if reason and divisor is None and is_whole(window, x):
@@ -175,7 +175,7 @@ def _put_avg(
     return f"avg_pool {window.label}", reason
 
 
-def is_whole(window: Window, x: fx.Node) -> bool:
+def is_whole(window: PoolWindow, x: fx.Node) -> bool:
     """Whether the window is the image, so that there is one."""
     image = match.value(x)
     return image is not None and window.kernel == tuple(image.shape[2:]) and not any(window.padding)

@@ -59,7 +59,7 @@ _MAX_GRID = 65535
 Pair = tuple[int, int]
 
 
-class Window(NamedTuple):
+class PoolWindow(NamedTuple):
     """A pooling window: kernel, stride, padding and dilation as (along h, along w)."""
 
     kernel: Pair
@@ -105,9 +105,9 @@ class Window(NamedTuple):
 @lru_cache(maxsize=4096)
 def window(
     kernel: Pair, stride: Pair, padding: Pair = (0, 0), dilation: Pair = (1, 1), ceil_mode: bool = False
-) -> Window:
+) -> PoolWindow:
     """The window with these arguments, one object for equal ones."""
-    return Window(kernel=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode)
+    return PoolWindow(kernel=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode)
 
 
 def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
@@ -132,7 +132,7 @@ def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: st
     return ""
 
 
-def unsupported_window(window: Window, *, height: int, width: int) -> str:
+def unsupported_window(window: PoolWindow, *, height: int, width: int) -> str:
     """Why the kernels do not take this window; empty when they do."""
     if window.taps > MAX_TAPS:
         return f"a window of {window.taps} elements is more than {MAX_TAPS}"
@@ -145,7 +145,7 @@ def unsupported_window(window: Window, *, height: int, width: int) -> str:
     return ""
 
 
-def unsupported_bias(window: Window) -> str:
+def unsupported_bias(window: PoolWindow) -> str:
     """Why max-pooling with a bias and ReLU before it does not take a window that max-pooling takes; empty when it does."""
     if min(window.stride) < 2 or any(p >= s for p, s in zip(window.padding, window.stride, strict=True)):
         return "not every window begins in a group of elements of its own"
@@ -167,7 +167,7 @@ def wins(operation: str, *, dtype: str, nbytes: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class PoolGeometry:
     """Block (channel vectors, columns, rows) and how many tiles of it cover the work along each."""
 
     block: tuple[int, int, int]
@@ -186,7 +186,7 @@ def channel_tile(vectors: int, most: int) -> int:
 @lru_cache(maxsize=4096)
 def geometry(
     vectors: int, columns: int, rows: int, reach: tuple[int, int], step: tuple[int, int], threads: int, most: int
-) -> Geometry:
+) -> PoolGeometry:
     """The tile of threads that fetches fewest elements, over all tiles.
 
     Args:
@@ -204,21 +204,21 @@ def geometry(
         if best is None or fetched <= best[0]:
             best = (fetched, across, down)
     _, across, down = best or (0, 1, 1)
-    return Geometry((tile, across, down), -(-vectors // tile), -(-columns // across), -(-rows // down), vectors)
+    return PoolGeometry((tile, across, down), -(-vectors // tile), -(-columns // across), -(-rows // down), vectors)
 
 
-def forward_strip(window: Window) -> int:
+def forward_strip(window: PoolWindow) -> int:
     """Outputs along w that a thread makes together."""
     overlap = window.kernel[1] > window.stride[1] and window.dilation[1] == 1
     return 2 if overlap and window.stride[1] <= STRIP_STRIDE else 1
 
 
-def backward_group(window: Window) -> int:
+def backward_group(window: PoolWindow) -> int:
     """Groups of stride-many elements along w that a thread makes together."""
     return BACKWARD_GROUP if window.stride[1] == 1 and window.kernel[1] > 1 else 1
 
 
-def forward_geometry(window: Window, vectors: int, out_height: int, out_width: int) -> Geometry:
+def forward_geometry(window: PoolWindow, vectors: int, out_height: int, out_width: int) -> PoolGeometry:
     """Launch over outputs."""
     strip = forward_strip(window)
     covered = [d * (k - 1) + 1 for k, d in zip(window.kernel, window.dilation, strict=True)]
@@ -233,7 +233,7 @@ def forward_geometry(window: Window, vectors: int, out_height: int, out_width: i
     )
 
 
-def groups(window: Window, height: int, width: int) -> tuple[int, int]:
+def groups(window: PoolWindow, height: int, width: int) -> tuple[int, int]:
     """Groups of (stride x stride) elements along h and w that together hold the image, as the backward cuts it."""
     rows, columns = (
         (size - 1 + p) // s - p // s + 1
@@ -242,7 +242,7 @@ def groups(window: Window, height: int, width: int) -> tuple[int, int]:
     return rows, columns
 
 
-def backward_geometry(window: Window, vectors: int, height: int, width: int) -> Geometry:
+def backward_geometry(window: PoolWindow, vectors: int, height: int, width: int) -> PoolGeometry:
     """Launch over groups of elements."""
     group = backward_group(window)
     rows, columns = groups(window, height, width)
@@ -253,7 +253,7 @@ def backward_geometry(window: Window, vectors: int, height: int, width: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def bias_grid(tile: Geometry, images: int, sm_count: int) -> tuple[int, int, int]:
+def bias_grid(tile: PoolGeometry, images: int, sm_count: int) -> tuple[int, int, int]:
     """Of BIAS_BACKWARD over tiles as of `backward_geometry`: as many blocks as run at once, and none without a tile."""
     walked = images * tile.row_tiles * tile.column_tiles
     return tile.channel_tiles, max(1, min(walked, sm_count * BIAS_BLOCKS_PER_SM // tile.channel_tiles)), 1
@@ -288,7 +288,7 @@ def global_geometry(images: int, vectors: int, pixels: int) -> GlobalGeometry:
     return GlobalGeometry(columns, (tile, down, 1), -(-vectors // tile), -(-pixels // (down * GLOBAL_PIXELS)), vectors)
 
 
-def window_defines(window: Window, dtype: str) -> dict[str, int]:
+def window_defines(window: PoolWindow, dtype: str) -> dict[str, int]:
     """Macros that every window kernel needs; dilation is not among average pooling's."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -300,7 +300,9 @@ def window_defines(window: Window, dtype: str) -> dict[str, int]:
     }
 
 
-def max_defines(source: str, window: Window, dtype: str, *, indices: bool = True, bias: bool = False) -> dict[str, int]:
+def max_defines(
+    source: str, window: PoolWindow, dtype: str, *, indices: bool = True, bias: bool = False
+) -> dict[str, int]:
     """Macros of one variant of a max-pooling source. `bias`: of the forward, with a bias and ReLU before it."""
     dilated = {**window_defines(window, dtype), "DH": window.dilation[0], "DW": window.dilation[1]}
     if source == MAX_FORWARD:
@@ -313,14 +315,14 @@ def max_defines(source: str, window: Window, dtype: str, *, indices: bool = True
 WITH_PADDING, WITHOUT_PADDING, CONSTANT = 0, 1, 2
 
 
-def divisor_mode(window: Window, *, count_include_pad: bool, divisor_override: int | None) -> int:
+def divisor_mode(window: PoolWindow, *, count_include_pad: bool, divisor_override: int | None) -> int:
     """A constant where all windows have the same divisor, else how it is counted."""
     if divisor_override is not None or (not any(window.padding) and not window.ceil_mode):
         return CONSTANT
     return WITH_PADDING if count_include_pad else WITHOUT_PADDING
 
 
-def avg_defines(source: str, window: Window, dtype: str, mode: int) -> dict[str, int]:
+def avg_defines(source: str, window: PoolWindow, dtype: str, mode: int) -> dict[str, int]:
     """Macros of one variant of an average-pooling source."""
     strip = {"OUT_W": forward_strip(window)} if source == AVG_FORWARD else {"GROUP_W": backward_group(window)}
     return {**window_defines(window, dtype), **strip, "DIVISOR": mode}
@@ -336,10 +338,10 @@ def global_defines(dtype: str) -> dict[str, int]:
     }
 
 
-K3S2 = Window(kernel=(3, 3), stride=(2, 2), padding=(1, 1))
-K2S2 = Window(kernel=(2, 2), stride=(2, 2))
-K3S1 = Window(kernel=(3, 3), stride=(1, 1), padding=(1, 1))
-K5S1 = Window(kernel=(5, 5), stride=(1, 1), padding=(2, 2))
+K3S2 = PoolWindow(kernel=(3, 3), stride=(2, 2), padding=(1, 1))
+K2S2 = PoolWindow(kernel=(2, 2), stride=(2, 2))
+K3S1 = PoolWindow(kernel=(3, 3), stride=(1, 1), padding=(1, 1))
+K5S1 = PoolWindow(kernel=(5, 5), stride=(1, 1), padding=(2, 2))
 
 
 def variants(source: str) -> tuple[dict[str, int], ...]:

@@ -6,7 +6,7 @@ from functools import lru_cache
 
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.bias_add.spec import unsupported as unsupported  # the same tensors
-from advisor.ops.channel_tiles import Geometry
+from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import STORAGE, vector_width
 
 FORWARD = "prelu/prelu_forward.cu"
@@ -39,7 +39,7 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
 
 
 @lru_cache(maxsize=4096)
-def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> Geometry:
+def geometry(rows: int, channels: int, dtype: str, sm_count: int) -> TileGeometry:
     """Launch geometry of the backward."""
     vectors = channels // vector_width(dtype)
     return channel_tiles.geometry(

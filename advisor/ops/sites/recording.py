@@ -274,7 +274,7 @@ def _tuple(found: Any) -> tuple[Any, ...]:
     return found if isinstance(found, tuple) else (found,)
 
 
-class Recording:
+class SiteRecording:
     """One call of a site.
 
     Attributes:
@@ -387,14 +387,14 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 # The one that goes on, in whichever thread: a launch or a Function asks whether it is its own.
-active: Recording | None = None
+active: SiteRecording | None = None
 
 
 @contextlib.contextmanager
-def recording(arguments: tuple[Any, ...]) -> Iterator[Recording]:
+def recording(arguments: tuple[Any, ...]) -> Iterator[SiteRecording]:
     """Inside, the call of a site with these arguments is recorded, unless another one is just now."""
     global active
-    made = Recording(arguments)
+    made = SiteRecording(arguments)
     if active is not None:
         made.refused = "another call is being recorded"
     if made.refused:

@@ -93,7 +93,7 @@ def unsupported(
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class ExciteProduct:
     """Blocks of one product, and the warps that share a piece of it."""
 
     blocks: int
@@ -101,16 +101,16 @@ class Product:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class ExciteGeometry:
     """`sums` and `apply`: blocks of the passes that sum and that write. `weight_blocks`: of dW1, which follow the first
     `pool_blocks` of `squeeze_backward`; there `weight_slices` warps share a piece of a weight's gradient.
     """
 
     sums: pixel_columns.ColumnGeometry
     apply: pixel_columns.ColumnGeometry
-    squeeze: Product  # and excite_backward, the same sizes
-    excite: Product
-    squeeze_backward: Product
+    squeeze: ExciteProduct  # and excite_backward, the same sizes
+    excite: ExciteProduct
+    squeeze_backward: ExciteProduct
     weight_slices: int
     pool_blocks: int
     weight_blocks: int
@@ -128,15 +128,15 @@ def slices(pieces: int, size: int, sm_count: int) -> int:
     return found
 
 
-def product(rows: int, columns: int, size: int, tall: int, sm_count: int) -> Product:
+def product(rows: int, columns: int, size: int, tall: int, sm_count: int) -> ExciteProduct:
     """One result of [rows, columns], summed over `size`."""
     pieces = _pieces(rows, columns, tall)
     shared = slices(pieces, size, sm_count)
-    return Product(-(-pieces // (GATE_THREADS // 32 // shared)), shared)
+    return ExciteProduct(-(-pieces // (GATE_THREADS // 32 // shared)), shared)
 
 
 @lru_cache(maxsize=4096)
-def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm_count: int) -> Geometry:
+def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm_count: int) -> ExciteGeometry:
     """`rows` is H * W."""
     vectors = channels // storage.vector_width(dtype)
     cut = partial(
@@ -156,12 +156,12 @@ def geometry(samples: int, rows: int, channels: int, hidden: int, dtype: str, sm
         -(-count // (GATE_THREADS // 32 // shared))
         for count, shared in zip(pieces, (by_pool, by_weights, by_weights), strict=True)
     )
-    return Geometry(
+    return ExciteGeometry(
         sums=cut(most_splits=sample_geometry.MAX_PARTS),
         apply=cut(most_splits=rows),
         squeeze=product(samples, hidden, channels, 1, sm_count),
         excite=product(samples, channels, hidden, TALL, sm_count),
-        squeeze_backward=Product(pool + w1 + w2, by_pool),
+        squeeze_backward=ExciteProduct(pool + w1 + w2, by_pool),
         weight_slices=by_weights,
         pool_blocks=pool,
         weight_blocks=w1,

@@ -11,17 +11,19 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, cast, dense_gradients
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, cast, dense_gradients
 from advisor.ops.strided_pointwise import cuda, spec
 
 engaged, fell_back = dispatch.counters("strided_pointwise")
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.StridedConv:
     return spec.call(tuple(x.shape), weight.shape[0])
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, *, moments: bool) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.StridedConv, *, moments: bool
+) -> tuple[Any, ...]:
     """y from the kernel or, where that is faster, PyTorch's own; and the weight as they read it."""
     read = weight.to(x.dtype)
     if not spec.product_left(call, spec.FORWARD):
@@ -34,7 +36,7 @@ def _gradients(
     x: torch.Tensor,
     weight: torch.Tensor,
     _bias: None,
-    call: spec.Call,
+    call: spec.StridedConv,
     wanted: Sequence[bool],
     read: torch.Tensor | None = None,
 ) -> Gradients:
@@ -58,7 +60,7 @@ CONVOLUTION = Convolution(
     name="strided_pointwise_conv2d",
     family="strided_pointwise",
     supports=spec.SUPPORTS,
-    geometry=lambda x: Geometry(spec.STRIDE),
+    geometry=lambda x: ConvGeometry(spec.STRIDE),
     call=_call,
     wins=lambda x, *others: spec.wins(_call(x, *others), storage.name(x.dtype)),
     label=lambda call: spec.name(call.inputs, call.outputs),

@@ -35,7 +35,7 @@ MAX_PIXELS = 2**31 - 1 - 4096  # and a tile beyond them, in 32 bits
 FORWARD, GRADIENT, WEIGHT = "forward", "gradient", "weight"
 
 
-class Call(NamedTuple):
+class StridedConv(NamedTuple):
     """A convolution of [batch, inputs, height, width] to `outputs` channels."""
 
     batch: int
@@ -56,10 +56,10 @@ class Call(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], outputs: int) -> Call:
+def call(shape: tuple[int, ...], outputs: int) -> StridedConv:
     """The convolution of an input of `shape` [N, I, H, W]."""
     n, inputs, h, w = shape
-    return Call(n, inputs, outputs, h, w)
+    return StridedConv(n, inputs, outputs, h, w)
 
 
 def name(inputs: int, outputs: int) -> str:
@@ -71,7 +71,7 @@ def name(inputs: int, outputs: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def product_wins(call: Call, product: str) -> str:
+def product_wins(call: StridedConv, product: str) -> str:
     """Why PyTorch's own operation makes this product; empty where the kernels are measured to be faster."""
     sizes = {
         "gflop": flops(call)[0] / 1e9,
@@ -83,13 +83,13 @@ def product_wins(call: Call, product: str) -> str:
     return dispatch_table.refusal("strided_pointwise", KIND, "", sizes, part=product)
 
 
-def product_left(call: Call, product: str) -> str:
+def product_left(call: StridedConv, product: str) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where the kernels make it."""
     return dispatch.refusal("", product_wins(call, product))
 
 
 @lru_cache(maxsize=4096)
-def wins(call: Call, dtype: str) -> str:
+def wins(call: StridedConv, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype not in STORAGE:
         return UNMEASURED
@@ -110,7 +110,7 @@ SUPPORTS = replace(pointwise.ONE_TAP, strides=(STRIDE,))
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class StridedPlan:
     """One launch of PRODUCT: blocks of `rows` by `columns`, with `stages` chunks of channels under way."""
 
     rows: int
@@ -128,7 +128,7 @@ def shared_bytes(rows: int, columns: int, stages: int, *, gradient: bool) -> int
 
 
 @lru_cache(maxsize=4096)
-def plan(call: Call, sm_count: int, arch: int, *, gradient: bool = False) -> Plan:
+def plan(call: StridedConv, sm_count: int, arch: int, *, gradient: bool = False) -> StridedPlan:
     """The largest blocks of which every SM has some, with as many stages as a block's shared memory holds."""
     depth, wide = (call.outputs, call.inputs) if gradient else (call.inputs, call.outputs)
     chunks = -(-depth // CHUNK)
@@ -143,10 +143,10 @@ def plan(call: Call, sm_count: int, arch: int, *, gradient: bool = False) -> Pla
     stages = max(2, min(MAX_STAGES, chunks + 1))
     while stages > 2 and used(stages) > shared_memory.of_a_block(arch):
         stages -= 1
-    return Plan(rows, columns, stages, used(stages), grid)
+    return StridedPlan(rows, columns, stages, used(stages), grid)
 
 
-def defines(plan: Plan, dtype: str, *, gradient: bool) -> dict[str, int]:
+def defines(plan: StridedPlan, dtype: str, *, gradient: bool) -> dict[str, int]:
     """Macros of one variant of PRODUCT."""
     return {
         "STORAGE": STORAGE[dtype],
@@ -162,7 +162,7 @@ def gather_defines() -> dict[str, int]:
     return {"STORAGE": STORAGE["bfloat16"], "THREADS": GATHER_THREADS, "UNROLL": GATHER_UNROLL}
 
 
-def gather_blocks(call: Call) -> int:
+def gather_blocks(call: StridedConv) -> int:
     """Blocks of GATHER."""
     return -(-call.rows * (call.inputs // OCTET) // (GATHER_THREADS * GATHER_UNROLL))
 
@@ -192,13 +192,13 @@ def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[s
     return tuple(dict(macros) for macros in found)
 
 
-def bytes_moved(call: Call, itemsize: int) -> tuple[int, int]:
+def bytes_moved(call: StridedConv, itemsize: int) -> tuple[int, int]:
     """Bytes of forward and backward: a quarter of x in and y out; the quarter and dy in, dx out. Weights are left out."""
     quarter, y = call.rows * call.inputs * itemsize, call.rows * call.outputs * itemsize
     return quarter + y, quarter + y + call.pixels * call.inputs * itemsize
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: StridedConv) -> tuple[int, int]:
     """Operations of forward and backward (both gradients)."""
     products = 2 * call.rows * call.inputs * call.outputs
     return products, 2 * products

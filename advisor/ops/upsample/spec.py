@@ -158,7 +158,7 @@ def kind(mode: str, *, align_corners: bool, concatenates: bool) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class UpsampleGeometry:
     """Block (channel vectors, columns, strips of rows) and how many tiles of it cover the work along each."""
 
     block: tuple[int, int, int]
@@ -169,22 +169,24 @@ class Geometry:
 
 
 @lru_cache(maxsize=4096)
-def geometry(vectors: int, columns: int, rows: int, strip: int) -> Geometry:
+def geometry(vectors: int, columns: int, rows: int, strip: int) -> UpsampleGeometry:
     """Columns side by side first, so that a warp writes whole cache lines; strips of `strip` rows in what is left of a block."""
     tile = channel_tile(vectors, MAX_CHANNEL_TILE)
     positions = max(1, THREADS // tile)
     across = min(positions, columns)
     strips = -(-rows // strip)
     down = max(1, min(positions // across, strips, 64))
-    return Geometry((tile, across, down), -(-vectors // tile), -(-columns // across), -(-strips // down), vectors)
+    return UpsampleGeometry(
+        (tile, across, down), -(-vectors // tile), -(-columns // across), -(-strips // down), vectors
+    )
 
 
 @lru_cache(maxsize=4096)
-def copy_geometry(vectors: int, pixels: int) -> Geometry:
+def copy_geometry(vectors: int, pixels: int) -> UpsampleGeometry:
     """For copying `pixels` pixels into a wider buffer: `row_tiles` is 1."""
     tile = channel_tile(vectors, MAX_CHANNEL_TILE)
     across = max(1, min(THREADS // tile, pixels))
-    return Geometry((tile, across, 1), -(-vectors // tile), -(-pixels // (across * COPY_PIXELS)), 1, vectors)
+    return UpsampleGeometry((tile, across, 1), -(-vectors // tile), -(-pixels // (across * COPY_PIXELS)), 1, vectors)
 
 
 def defines(source: str, dtype: str, mode: str, *, align_corners: bool, columns: int = 0) -> dict[str, int]:

@@ -12,23 +12,23 @@ from torch.nn import functional as F
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.operation import Arguments, Gradients, Operation, Saved, shape_alone
 from advisor.ops.volume_pooling import cuda, reference, spec
-from advisor.ops.volume_pooling.spec import Triple, Window
+from advisor.ops.volume_pooling.spec import Triple, VolumeWindow
 
 
-def _refusal(operation: str, x: torch.Tensor, window: Window) -> str:
+def _refusal(operation: str, x: torch.Tensor, window: VolumeWindow) -> str:
     """Why PyTorch's own operation runs; empty when the kernels do."""
     return nvrtc.on_device(x) or dispatch.refusal(
         *_standing(operation, x.shape, alignment.is_ndhwc(x), x.dtype, window, x.device.index or 0)
     )
 
 
-def _window(_x: object, *arguments: Any) -> Window:
+def _window(_x: object, *arguments: Any) -> VolumeWindow:
     return spec.window(*arguments)
 
 
 @lru_cache(maxsize=4096)
 def _standing(
-    operation: str, shape: torch.Size, channels_last: bool, dtype: torch.dtype, window: Window, device: int
+    operation: str, shape: torch.Size, channels_last: bool, dtype: torch.dtype, window: VolumeWindow, device: int
 ) -> tuple[str, str]:
     """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
     name = storage.name(dtype)
@@ -43,7 +43,7 @@ def _standing(
     return unsupported, spec.wins(operation, dtype=name)
 
 
-def _to_chosen(dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...], window: Window) -> torch.Tensor:
+def _to_chosen(dy: torch.Tensor, index: torch.Tensor, shape: tuple[int, ...], window: VolumeWindow) -> torch.Tensor:
     """dx in differentiable torch ops: each of dy added to the element that its window has chosen."""
     at = index.long()
     _, kh, kw = window.kernel

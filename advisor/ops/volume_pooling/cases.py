@@ -11,25 +11,27 @@ from torch.nn import functional as F
 from advisor.ops import storage
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.volume_pooling import api, reference, spec
-from advisor.ops.volume_pooling.spec import Window
+from advisor.ops.volume_pooling.spec import VolumeWindow
 
-_STEM = Window((3, 3, 3), (2, 2, 2), (1, 1, 1))
-_HALVING = Window((2, 2, 2), (2, 2, 2))
-_PLANES = Window((1, 2, 2), (1, 2, 2))
+_STEM = VolumeWindow((3, 3, 3), (2, 2, 2), (1, 1, 1))
+_HALVING = VolumeWindow((2, 2, 2), (2, 2, 2))
+_PLANES = VolumeWindow((1, 2, 2), (1, 2, 2))
 
 
-def _inputs(generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, window: Window) -> Arguments:
+def _inputs(
+    generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, window: VolumeWindow
+) -> Arguments:
     """x [n, C, D, H, W] channels_last_3d, and the window."""
     _, c, *size = shape
     values = torch.randn(n, *size, c, device=generator.device, generator=generator).to(getattr(torch, dtype))
     return (values.permute(0, 4, 1, 2, 3).requires_grad_(), *window)
 
 
-def _avg_inputs(*arguments: object, window: Window, **about: object) -> Arguments:
+def _avg_inputs(*arguments: object, window: VolumeWindow, **about: object) -> Arguments:
     return _inputs(*arguments, window=window, **about)[:3]  # type: ignore[arg-type]  # the case's own arguments
 
 
-def _case(operation: str, shape: tuple[int, ...], window: Window, dtype: str) -> Case:
+def _case(operation: str, shape: tuple[int, ...], window: VolumeWindow, dtype: str) -> Case:
     n, c, *size = shape
     forward, backward = spec.bytes_moved(
         operation,
@@ -66,13 +68,13 @@ BENCHMARK = (
     _case("avg_pool3d", (2, 32, 96, 96, 96), _HALVING, "float16"),
     _case("avg_pool3d", (2, 32, 96, 96, 96), _HALVING, "float32"),
 )
-_ODD = Window((3, 2, 3), (1, 2, 3), (1, 0, 1))
-_SPARSE = Window((1, 1, 1), (2, 2, 2))  # elements that no window covers
+_ODD = VolumeWindow((3, 2, 3), (1, 2, 3), (1, 0, 1))
+_SPARSE = VolumeWindow((1, 1, 1), (2, 2, 2))  # elements that no window covers
 VERIFICATION = (
     *(_case("max_pool3d", (2, 16, 5, 7, 6), _STEM, dtype) for dtype in storage.STORAGE),
     *(_case("avg_pool3d", (2, 16, 4, 6, 5), _HALVING, dtype) for dtype in storage.STORAGE),
     _case("max_pool3d", (1, 264, 4, 5, 7), _ODD, "bfloat16"),
     _case("max_pool3d", (2, 8, 3, 5, 4), _SPARSE, "bfloat16"),
-    _case("avg_pool3d", (1, 24, 5, 4, 6), Window((3, 2, 2), (1, 1, 2)), "bfloat16"),
+    _case("avg_pool3d", (1, 24, 5, 4, 6), VolumeWindow((3, 2, 2), (1, 1, 2)), "bfloat16"),
     _case("avg_pool3d", (2, 8, 3, 5, 4), _SPARSE, "bfloat16"),
 )

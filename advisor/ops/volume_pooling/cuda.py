@@ -10,7 +10,7 @@ import torch
 from advisor.ops import storage
 from advisor.ops.launches import Launch, launch
 from advisor.ops.volume_pooling import spec
-from advisor.ops.volume_pooling.spec import Window
+from advisor.ops.volume_pooling.spec import VolumeWindow
 
 Shape = tuple[int, int, int, int, int]
 
@@ -20,7 +20,7 @@ def _plan(
     source: str,
     entry: str,
     shape: Shape,
-    window: Window,
+    window: VolumeWindow,
     dtype: torch.dtype,
     backward: bool,
     indices: bool,
@@ -50,12 +50,14 @@ def _shape(x: torch.Tensor) -> Shape:
 
 
 @lru_cache(maxsize=4096)
-def _output(shape: torch.Size, window: Window) -> Shape:
+def _output(shape: torch.Size, window: VolumeWindow) -> Shape:
     n, c, *size = shape
     return n, c, *window.output((size[0], size[1], size[2]))
 
 
-def max_pool3d_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+def max_pool3d_forward(
+    x: torch.Tensor, window: VolumeWindow, *, indices: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Returns y [N, C, OD, OH, OW] and, with `indices`, each maximum's position in its window in uint8; channels_last_3d."""
     shape = _output(x.shape, window)
     y, index = empty_ndhwc(shape, x), empty_ndhwc(shape, x, torch.uint8) if indices else None
@@ -64,7 +66,7 @@ def max_pool3d_forward(x: torch.Tensor, window: Window, *, indices: bool) -> tup
     return y, index
 
 
-def max_pool3d_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: Window) -> torch.Tensor:
+def max_pool3d_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, window: VolumeWindow) -> torch.Tensor:
     """Returns dx of `shape`; all channels_last_3d."""
     dx = empty_ndhwc(shape, dy)
     device = dy.device.index or 0
@@ -72,7 +74,7 @@ def max_pool3d_backward(dy: torch.Tensor, index: torch.Tensor, shape: Shape, win
     return dx
 
 
-def avg_pool3d_forward(x: torch.Tensor, window: Window) -> torch.Tensor:
+def avg_pool3d_forward(x: torch.Tensor, window: VolumeWindow) -> torch.Tensor:
     """Returns y [N, C, OD, OH, OW], channels_last_3d as x."""
     y = empty_ndhwc(_output(x.shape, window), x)
     device = x.device.index or 0
@@ -80,7 +82,7 @@ def avg_pool3d_forward(x: torch.Tensor, window: Window) -> torch.Tensor:
     return y
 
 
-def avg_pool3d_backward(dy: torch.Tensor, shape: Shape, window: Window) -> torch.Tensor:
+def avg_pool3d_backward(dy: torch.Tensor, shape: Shape, window: VolumeWindow) -> torch.Tensor:
     """Returns dx of `shape`, channels_last_3d as dy."""
     dx = empty_ndhwc(shape, dy)
     device = dy.device.index or 0

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from advisor.ops import dispatch, match, storage
 from advisor.ops.volume_pooling import api, spec
-from advisor.ops.volume_pooling.spec import Triple, Window
+from advisor.ops.volume_pooling.spec import Triple, VolumeWindow
 
 _MAX = (F.max_pool3d, torch.max_pool3d)
 _MAX_PARAMETERS = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
@@ -41,7 +41,7 @@ def _triple(value: Any) -> Triple | None:
     return (values[0], values[1], values[2]) if len(values) == 3 and all(type(v) is int for v in values) else None
 
 
-def _window(node: fx.Node) -> tuple[Any, Window] | str:
+def _window(node: fx.Node) -> tuple[Any, VolumeWindow] | str:
     """Input and window of the call, or why it is left alone."""
     given = match.bound(node, _MAX_PARAMETERS if node.target in _MAX else _AVG_PARAMETERS, _DEFAULTS)
     if given["return_indices"] or given["divisor_override"] is not None:
@@ -55,7 +55,7 @@ def _window(node: fx.Node) -> tuple[Any, Window] | str:
     return given["input"], spec.window(kernel, stride, padding)
 
 
-def _refused(operation: str, x: Any, window: Window) -> str:
+def _refused(operation: str, x: Any, window: VolumeWindow) -> str:
     value = match.value(x)
     shape = None if value is None else match.static_shape(value)
     if value is None or shape is None:

@@ -26,7 +26,7 @@ MAX_TAPS = 64  # unrolled when a kernel is compiled; a position is a byte
 Triple = tuple[int, int, int]
 
 
-class Window(NamedTuple):
+class VolumeWindow(NamedTuple):
     """A pooling window: kernel, stride and padding as (along d, along h, along w)."""
 
     kernel: Triple
@@ -52,13 +52,13 @@ class Window(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def window(kernel: Triple, stride: Triple, padding: Triple = (0, 0, 0)) -> Window:
+def window(kernel: Triple, stride: Triple, padding: Triple = (0, 0, 0)) -> VolumeWindow:
     """The window with these arguments, one object for equal ones."""
-    return Window(kernel=kernel, stride=stride, padding=padding)
+    return VolumeWindow(kernel=kernel, stride=stride, padding=padding)
 
 
 def unsupported(
-    operation: str, *, shape: tuple[int, ...], window: Window, channels_last: bool, dtype: str, arch: int
+    operation: str, *, shape: tuple[int, ...], window: VolumeWindow, channels_last: bool, dtype: str, arch: int
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, D, H, W]."""
     if arch < MIN_ARCH:
@@ -89,7 +89,7 @@ def wins(operation: str, *, dtype: str) -> str:
     return dispatch_table.refusal("volume_pooling", operation, dtype)
 
 
-def defines(source: str, window: Window, dtype: str, *, indices: bool = True) -> dict[str, int]:
+def defines(source: str, window: VolumeWindow, dtype: str, *, indices: bool = True) -> dict[str, int]:
     """Macros of one variant."""
     found = {"STORAGE": STORAGE[dtype], "THREADS": THREADS}
     for axis, kernel, stride in zip("DHW", window.kernel, window.stride, strict=True):
@@ -99,12 +99,12 @@ def defines(source: str, window: Window, dtype: str, *, indices: bool = True) ->
 
 def variants(source: str) -> tuple[dict[str, int], ...]:
     """Macros of the variants that are compiled ahead, and whose registers are looked at."""
-    usual, halving = Window((3, 3, 3), (2, 2, 2), (1, 1, 1)), Window((2, 2, 2), (2, 2, 2))
+    usual, halving = VolumeWindow((3, 3, 3), (2, 2, 2), (1, 1, 1)), VolumeWindow((2, 2, 2), (2, 2, 2))
     return (
         defines(source, usual, "bfloat16"),
         defines(source, halving, "bfloat16"),
         defines(source, usual, "float32"),
-        defines(source, Window((4, 4, 4), (1, 1, 1)), "bfloat16"),
+        defines(source, VolumeWindow((4, 4, 4), (1, 1, 1)), "bfloat16"),
     )
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from advisor.ops import alignment, dispatch, nvrtc, storage
-from advisor.ops.convolution import Convolution, Geometry, Gradients, cast
+from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, cast
 from advisor.ops.winograd import cuda, spec
 
 engaged, fell_back = dispatch.counters("winograd")
 
 
-def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.Call:
+def _call(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> spec.WinogradConv:
     return spec.call(tuple(x.shape), weight.shape[0])
 
 
@@ -26,7 +26,9 @@ def _wins(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> str:
     return spec.wins(call, storage.name(x.dtype)) or spec.wins_on(call, nvrtc.arch(x.device.index or 0))
 
 
-def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, *, moments: bool) -> tuple[Any, ...]:
+def _forward(
+    x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.WinogradConv, *, moments: bool
+) -> tuple[Any, ...]:
     """y from the kernels or, where that is faster, PyTorch's own; no moments."""
     if spec.product_left(call):
         return _CONVOLUTION.pytorch(x, weight, None).contiguous(memory_format=torch.channels_last), None
@@ -34,7 +36,12 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call
 
 
 def _gradients(
-    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, _bias: None, call: spec.Call, wanted: Sequence[bool]
+    dy: torch.Tensor,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    _bias: None,
+    call: spec.WinogradConv,
+    wanted: Sequence[bool],
 ) -> Gradients:
     """dx, from the kernels or PyTorch's own, and dweight, each where wanted."""
     dy = alignment.nhwc(dy.to(x.dtype))
@@ -54,7 +61,7 @@ _CONVOLUTION = Convolution(
     name="winograd",
     family="winograd",
     supports=spec.SUPPORTS,
-    geometry=lambda x: Geometry(padding=(1, 1)),
+    geometry=lambda x: ConvGeometry(padding=(1, 1)),
     call=_call,
     wins=_wins,
     label=lambda call: spec.name(call.inputs, call.outputs),

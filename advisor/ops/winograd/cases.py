@@ -12,7 +12,12 @@ from advisor.ops.winograd import api, reference, spec
 
 
 def _inputs(
-    generator: torch.Generator, n: int, *, call: spec.Call, weight_dtype: str, weight_format: torch.memory_format
+    generator: torch.Generator,
+    n: int,
+    *,
+    call: spec.WinogradConv,
+    weight_dtype: str,
+    weight_format: torch.memory_format,
 ) -> Arguments:
     """x [n, I, H, W] channels_last; weight [O, I, 3, 3] of a deviation that keeps y's near 1."""
     device = generator.device

@@ -10,11 +10,11 @@ from advisor.ops import storage
 from advisor.ops.alignment import empty_nhwc
 from advisor.ops.launches import Launch, launch
 from advisor.ops.winograd import spec
-from advisor.ops.winograd.spec import Call
+from advisor.ops.winograd.spec import WinogradConv
 
 
 @lru_cache(maxsize=4096)
-def _filter(product: Call, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int) -> Launch:
+def _filter(product: WinogradConv, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int) -> Launch:
     macros = spec.weight_defines(storage.name(weight_dtype), turned=product.turned)
     sizes = product.outputs, product.inputs, *strides
     return launch(spec.FILTER, macros, device, product.outputs // spec.FILTER_OUTPUTS, spec.FILTER_THREADS, sizes)
@@ -22,7 +22,7 @@ def _filter(product: Call, weight_dtype: torch.dtype, strides: tuple[int, ...], 
 
 @lru_cache(maxsize=4096)
 def _transforms(
-    product: Call, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int
+    product: WinogradConv, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int
 ) -> tuple[Launch, Launch]:
     """The pixels', and that back."""
     tiles = spec.tiles(product)
@@ -42,7 +42,7 @@ def _transforms(
 
 @lru_cache(maxsize=4096)
 def _weight_gradient(
-    call: Call, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int
+    call: WinogradConv, weight_dtype: torch.dtype, strides: tuple[int, ...], device: int
 ) -> tuple[Launch, Launch]:
     """The result's gradient, and the way back."""
     tiles, threads = spec.tiles(call), spec.WEIGHT_THREADS
@@ -54,7 +54,7 @@ def _weight_gradient(
     return to_tiles, launch(spec.WEIGHT, macros, device, blocks, threads, back)
 
 
-def _pixels(x: torch.Tensor, product: Call, to_tiles: Launch) -> tuple[torch.Tensor, torch.Tensor]:
+def _pixels(x: torch.Tensor, product: WinogradConv, to_tiles: Launch) -> tuple[torch.Tensor, torch.Tensor]:
     """x as frequencies of tiles, and the inverse of each tile's scale."""
     tiles = spec.tiles(product)
     pixels = torch.empty((spec.FREQUENCIES, tiles, product.inputs), dtype=torch.float16, device=x.device)
@@ -63,7 +63,7 @@ def _pixels(x: torch.Tensor, product: Call, to_tiles: Launch) -> tuple[torch.Ten
     return pixels, scales
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor, product: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(x: torch.Tensor, weight: torch.Tensor, product: WinogradConv) -> tuple[torch.Tensor, torch.Tensor]:
     """The result, and the inverse of the scales of x's tiles."""
     device = x.device.index or 0
     out, into, row, column = weight.stride()
@@ -81,17 +81,19 @@ def _product(x: torch.Tensor, weight: torch.Tensor, product: Call) -> tuple[torc
     return y, scales
 
 
-def forward(x: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def forward(x: torch.Tensor, weight: torch.Tensor, call: WinogradConv) -> torch.Tensor:
     """Returns y [N, O, H, W] channels_last in x's dtype. x: channels_last, 16-byte aligned; weight [O, I, 3, 3], any strides."""
     return _product(x, weight, call)[0]
 
 
-def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: Call) -> torch.Tensor:
+def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: WinogradConv) -> torch.Tensor:
     """Returns dx [N, I, H, W] channels_last in dy's dtype. dy: channels_last, 16-byte aligned."""
     return _product(dy, weight, call.gradient())[0]
 
 
-def backward(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
+def backward(
+    dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, call: WinogradConv
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns dx as `backward_data`, and dweight in the weight's dtype and strides. dy, x: channels_last, 16-byte aligned."""
     dx, gradient_scales = _product(dy, weight, call.gradient())
     device = x.device.index or 0

@@ -45,7 +45,7 @@ TUNABLE = {"WALK": (2, 4, 7), "OUTPUT_THREADS": (128, 256)}
 MAX_OFFSET = 2**31 - 1
 
 
-class Call(NamedTuple):
+class WinogradConv(NamedTuple):
     """One product: [batch, inputs, height, width] to `outputs` channels; `turned` is the one that gives the gradient of an input."""
 
     batch: int
@@ -65,19 +65,19 @@ class Call(NamedTuple):
         """Tiles side by side."""
         return -(-self.width // TILE)
 
-    def gradient(self) -> Call:
+    def gradient(self) -> WinogradConv:
         """Of a forward: the product that gives the gradient of its input."""
-        return Call(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
+        return WinogradConv(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], outputs: int) -> Call:
+def call(shape: tuple[int, ...], outputs: int) -> WinogradConv:
     """The forward on an input of `shape` [N, I, H, W]."""
     n, inputs, h, w = shape
-    return Call(n, inputs, outputs, h, w)
+    return WinogradConv(n, inputs, outputs, h, w)
 
 
-def tiles(product: Call) -> int:
+def tiles(product: WinogradConv) -> int:
     """Of all images."""
     return product.batch * product.tiles_h * product.tiles_w
 
@@ -91,7 +91,7 @@ def name(inputs: int, outputs: int) -> str:
 
 
 @lru_cache(maxsize=4096)
-def product_wins(product: Call) -> str:
+def product_wins(product: WinogradConv) -> str:
     """Why PyTorch's own operation makes this product; empty where this one is measured to be faster."""
     sizes = (product.outputs, product.inputs) if product.turned else (product.inputs, product.outputs)
     pixels = {"pixels": product.batch * product.height * product.width, "filled": _filled(product)}
@@ -100,13 +100,13 @@ def product_wins(product: Call) -> str:
     )
 
 
-def product_left(product: Call) -> str:
+def product_left(product: WinogradConv) -> str:
     """Why PyTorch's own operation makes this product of a call that the kernels took; empty where they make it."""
     return dispatch.refusal("", product_wins(product))
 
 
 @lru_cache(maxsize=4096)
-def wins(call: Call, dtype: str) -> str:
+def wins(call: WinogradConv, dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where at least one of its products is faster."""
     if dtype != DTYPE:
         return UNMEASURED
@@ -114,7 +114,7 @@ def wins(call: Call, dtype: str) -> str:
     return forward if forward and product_wins(call.gradient()) else ""
 
 
-def wins_on(call: Call, arch: int) -> str:
+def wins_on(call: WinogradConv, arch: int) -> str:
     """Why PyTorch's own operation is left in place on this architecture (90 for sm_90) at any size."""
     return dispatch_table.elsewhere("winograd", name(call.inputs, call.outputs), arch)
 
@@ -124,7 +124,7 @@ def wins_between(inputs: int, outputs: int, dtype: str) -> str:
     return dispatch_table.refusal("winograd", name(inputs, outputs), dtype)
 
 
-def _filled(product: Call) -> float:
+def _filled(product: WinogradConv) -> float:
     """The share of the tiles' pixels that are the image's."""
     return product.height * product.width / (TILE * TILE * product.tiles_h * product.tiles_w)
 
@@ -165,7 +165,7 @@ SUPPORTS = Support(
 # ---- what is compiled, and what it must do
 
 
-def input_defines(product: Call) -> dict[str, int]:
+def input_defines(product: WinogradConv) -> dict[str, int]:
     """Macros of INPUT."""
     threads = product.inputs // 2
     return {"THREADS": threads, "LEAST_BLOCKS": max(1, RESIDENT // threads), "WALK": WALK}
@@ -220,13 +220,13 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
     return tuple(made(dtype, turned=turned) for dtype in WEIGHT_STORAGE for turned in (False, True))
 
 
-def bytes_moved(call: Call) -> tuple[int, int]:
+def bytes_moved(call: WinogradConv) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
     x, y = (2 * call.batch * channels * call.height * call.width for channels in (call.inputs, call.outputs))
     return x + y, 2 * x + y
 
 
-def flops(call: Call) -> tuple[int, int]:
+def flops(call: WinogradConv) -> tuple[int, int]:
     """Operations of forward and backward: a product a frequency, of each of the gradients too."""
     product = 2 * FREQUENCIES * call.batch * call.tiles_h * call.tiles_w * call.inputs * call.outputs
     return product, 2 * product

@@ -28,7 +28,7 @@ from advisor.ops.exact_conv import spec as exact_spec
 from advisor.ops.exact_conv import tf32
 from advisor.ops.grouped import api as grouped_api
 from advisor.ops.grouped import cuda as grouped
-from advisor.ops.grouped import spec as grouped_spec
+from advisor.ops.grouped.conv import GroupedConv, grouped_conv
 from advisor.ops.large_depthwise import api as large_api
 from advisor.ops.large_depthwise import cuda as large
 from advisor.ops.large_depthwise import spec as large_spec
@@ -67,7 +67,7 @@ def _refused_3x3(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: conv3x3_api.unsupported(x, weight, None))
 
 
-def _call_3x3(x: torch.Tensor, weight: torch.Tensor) -> conv3x3_spec.Call:
+def _call_3x3(x: torch.Tensor, weight: torch.Tensor) -> conv3x3_spec.Conv3x3:
     return conv3x3_spec.call(tuple(x.shape), weight.shape[0])
 
 
@@ -76,8 +76,8 @@ def _refused_grouped(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: grouped_api.unsupported(x, weight, None, n.stride[0], n.groups))
 
 
-def _call_grouped(x: torch.Tensor, n: Numbers) -> grouped_spec.Call:
-    return grouped_spec.call(tuple(x.shape), n.groups, n.stride[0])
+def _call_grouped(x: torch.Tensor, n: Numbers) -> GroupedConv:
+    return grouped_conv(tuple(x.shape), n.groups, n.stride[0])
 
 
 def _refused_depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
@@ -86,7 +86,7 @@ def _refused_depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str
     return _reason(taken, lambda: depthwise_api.unsupported(x, weight, None, n.stride[0], pair, n.dilation[0]))
 
 
-def _call_depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> depthwise_spec.Call:
+def _call_depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> depthwise_spec.DepthwiseConv:
     pair = (n.padding[0], n.padding[1])
     return depthwise_spec.call(tuple(x.shape), weight.shape[2], n.stride[0], pair, n.dilation[0])
 
@@ -96,7 +96,7 @@ def _refused_large(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: large_api.unsupported(x, weight, None, (n.padding[0], n.padding[1])))
 
 
-def _call_large(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> large_spec.Call:
+def _call_large(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> large_spec.LargeConv:
     return large_spec.call(tuple(x.shape), (weight.shape[2], weight.shape[3]), (n.padding[0], n.padding[1]))
 
 
@@ -105,7 +105,7 @@ def _refused_strided(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: strided_api.unsupported(x, weight, None))
 
 
-def _call_strided(x: torch.Tensor, weight: torch.Tensor) -> strided_spec.Call:
+def _call_strided(x: torch.Tensor, weight: torch.Tensor) -> strided_spec.StridedConv:
     return strided_spec.call(tuple(x.shape), weight.shape[0])
 
 
@@ -117,12 +117,12 @@ def _refused_exact(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: exact_api.CONVOLUTION.unsupported(x, weight, None, *sizes))
 
 
-def _call_exact(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> exact_spec.Call:
+def _call_exact(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> exact_spec.ExactConv:
     pair = (n.padding[0], n.padding[1])
     return exact_spec.call(tuple(x.shape), tuple(weight.shape), n.stride[0], pair, n.dilation[0], n.groups)
 
 
-def _exact_weight(weight: torch.Tensor, n: Numbers, *, gradient: bool) -> exact.Parts:
+def _exact_weight(weight: torch.Tensor, n: Numbers, *, gradient: bool) -> exact.HalfParts:
     return exact.split_weight(alignment.aligned(weight.contiguous()), n.groups, gradient=gradient)
 
 
@@ -135,7 +135,7 @@ def _refused_winograd(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
     return _reason(taken, lambda: winograd_api.unsupported(x, weight, None))
 
 
-def _call_winograd(x: torch.Tensor, weight: torch.Tensor) -> winograd_spec.Call:
+def _call_winograd(x: torch.Tensor, weight: torch.Tensor) -> winograd_spec.WinogradConv:
     return winograd_spec.call(tuple(x.shape), weight.shape[0])
 
 

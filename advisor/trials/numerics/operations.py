@@ -32,7 +32,7 @@ _TOGETHER = "advisor.ops.batchnorm_concat."
 
 
 @dataclass(slots=True, eq=False)
-class Operation:
+class JudgedOperation:
     """One call of an operation: what went in (in the order of its leaves) and what came out and back."""
 
     place: str
@@ -52,7 +52,7 @@ class _Window:
     first: int
     room: float  # bytes
     number: int = 0  # of the next call
-    calls: list[Operation] = field(default_factory=list)
+    calls: list[JudgedOperation] = field(default_factory=list)
     held: int = 0
 
     def opens(self) -> bool:
@@ -65,7 +65,7 @@ class _Window:
         self.held += 2 * sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def observed(plain: PlainStep, room: float = math.inf) -> Iterator[list[Operation]]:
+def observed(plain: PlainStep, room: float = math.inf) -> Iterator[list[JudgedOperation]]:
     """Run the call with what is on now, and note what the operations in its captured graphs do: nothing where there are none.
 
     `room`: bytes that copies may take. Where they would take more, the call runs again for what is left.
@@ -94,7 +94,7 @@ def _run(plain: PlainStep, window: _Window) -> None:
         plain.again(lift=plain.lift, rolled=True)
 
 
-def wrong(plain: PlainStep, calls: Sequence[Operation]) -> tuple[float, str]:
+def wrong(plain: PlainStep, calls: Sequence[JudgedOperation]) -> tuple[float, str]:
     """(error over its bound, what and where) of the result that is farthest off."""
     worst = (0.0, "")
     for call in calls:
@@ -167,7 +167,7 @@ class _Noting(Interpreter):
         plainly = dict(zip(names, args[len(args) - len(names) :], strict=True))
         leaves, shape = pytree.tree_flatten((args[: len(args) - len(names)], {**kwargs, **plainly}))
         autocast = torch.is_autocast_enabled(self.kind), torch.get_autocast_dtype(self.kind)
-        call = Operation(match.path(node), function, [self.copies.of(leaf) for leaf in leaves], shape, autocast)
+        call = JudgedOperation(match.path(node), function, [self.copies.of(leaf) for leaf in leaves], shape, autocast)
         self.window.calls.append(call)
         self.window.hold(leaves)
         leaves = [self._aliased(leaf, call.back, place) for place, leaf in enumerate(leaves)]
@@ -194,7 +194,7 @@ class _Noting(Interpreter):
         return alias
 
 
-def _judged(plain: PlainStep, call: Operation) -> dict[str, float]:
+def _judged(plain: PlainStep, call: JudgedOperation) -> dict[str, float]:
     """By result its error over the bound."""
     base = _by_pytorch(plain, call, 0)
     found = {f"output {place}": value for place, value in enumerate(call.outputs)}
@@ -210,7 +210,7 @@ def _judged(plain: PlainStep, call: Operation) -> dict[str, float]:
     return ratios
 
 
-def _by_pytorch(plain: PlainStep, call: Operation, seed: int) -> dict[str, torch.Tensor]:
+def _by_pytorch(plain: PlainStep, call: JudgedOperation, seed: int) -> dict[str, torch.Tensor]:
     """What PyTorch's operations give for the same; with a seed, from values that are moved by one rounding each."""
     kind, (enabled, dtype) = plain.saved.device.type, call.autocast
     leaves = list(_leaves(plain, call, seed))
@@ -228,7 +228,7 @@ def _by_pytorch(plain: PlainStep, call: Operation, seed: int) -> dict[str, torch
     return results
 
 
-def _leaves(plain: PlainStep, call: Operation, seed: int) -> Iterator[Any]:
+def _leaves(plain: PlainStep, call: JudgedOperation, seed: int) -> Iterator[Any]:
     generator = torch.Generator().manual_seed(seed)
     for place, value in enumerate(call.given):
         if not isinstance(value, torch.Tensor):

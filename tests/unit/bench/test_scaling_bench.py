@@ -21,8 +21,8 @@ SCRIPT = Path("/checkout/docs/examples/imagenet.py")
 KEPT = [{"name": name, "kept": ["amp_bf16"], "parameters": {}} for name in scaling.TRAININGS]
 
 
-def case(way: str, ranks: int, sent: str = "") -> scaling.Case:
-    return scaling.Case(training="resnet50_b256", way=way, ranks=ranks, sent=sent)
+def case(way: str, ranks: int, sent: str = "") -> scaling.ScalingCase:
+    return scaling.ScalingCase(training="resnet50_b256", way=way, ranks=ranks, sent=sent)
 
 
 def test_each_gpu_has_the_same_batch_however_it_is_started() -> None:

@@ -34,7 +34,7 @@ ROUNDED(float, f) ROUNDED(double, d)
 """
 
 
-def compiled(kernels: list[fused.Kernel]) -> ctypes.CDLL:
+def compiled(kernels: list[fused.FusedKernel]) -> ctypes.CDLL:
     """A library with a function `run_NAME(pointers)` for each kernel."""
     runs = ""
     for kernel in kernels:

@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, dynamo, match
 from advisor.ops.family import Family
 
 
@@ -25,7 +25,7 @@ def rewritten(monkeypatch: pytest.MonkeyPatch, rewrite: Callable[..., None]) -> 
     monkeypatch.setattr(Family, "rewrite", property(lambda self: rewrite))
     report = match.MatchReport()
     model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.ReLU()).train()
-    return report, torch.compile(model, backend=match.backend({"batchnorm_act": report}, mode=None))
+    return report, torch.compile(model, backend=dynamo.backend({"batchnorm_act": report}, mode=None))
 
 
 def raises(graph_module: fx.GraphModule, report: match.MatchReport, **_: Any) -> None:
@@ -176,7 +176,7 @@ def test_dropouts_that_drop_nothing_do_not_stand_between() -> None:
     model.never.eval()
     x = torch.randn(2, 8, 4, 4)
     with dispatch.everything():
-        run = torch.compile(model.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+        run = torch.compile(model.forward, backend=dynamo.backend({"batchnorm_act": report}, mode=None), dynamic=False)
         torch.manual_seed(1)
         mine = run(x)
     torch.manual_seed(1)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils import checkpoint as plain
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from advisor.ops import dispatch, match
+from advisor.ops import dispatch, dynamo, match
 
 
 class Layer(nn.Module):
@@ -59,7 +59,7 @@ def test_outputs_gradients_and_buffers_are_those_of_the_plain_model(how: dict, m
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     wide = x.detach().clone().requires_grad_()
     run = torch.compile(
-        model.forward, backend=match.backend({"batchnorm_act": match.MatchReport()}, mode=None), dynamic=False
+        model.forward, backend=dynamo.backend({"batchnorm_act": match.MatchReport()}, mode=None), dynamic=False
     )
     run(x)  # captured
     model.load_state_dict(other.state_dict())
@@ -93,7 +93,7 @@ def test_outputs_gradients_and_buffers_are_those_of_the_plain_model(how: dict, m
 def test_what_is_inside_is_matched_or_the_report_says_why(how: dict, matched: dict, left: set) -> None:
     report = match.MatchReport()
     model = Net(how)
-    run = torch.compile(model.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+    run = torch.compile(model.forward, backend=dynamo.backend({"batchnorm_act": report}, mode=None), dynamic=False)
     with dispatch.everything():
         run(torch.randn(2, 8, 4, 4, requires_grad=True))
     assert (report.matched, set(report.unmatched.values())) == (matched, left)
@@ -117,7 +117,7 @@ def test_a_checkpoint_inside_another() -> None:
     other = copy.deepcopy(model)
     x = torch.randn(2, 8, 4, 4, requires_grad=True)
     report = match.MatchReport()
-    run = torch.compile(model.forward, backend=match.backend({"batchnorm_act": report}, mode=None), dynamic=False)
+    run = torch.compile(model.forward, backend=dynamo.backend({"batchnorm_act": report}, mode=None), dynamic=False)
     with dispatch.everything():
         run(x)  # captured
         model.load_state_dict(other.state_dict())

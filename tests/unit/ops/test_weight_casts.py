@@ -13,7 +13,7 @@ from torch.autograd.profiler import profile
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from advisor.ops import dispatch, match, weight_casts
+from advisor.ops import dispatch, dynamo, match, weight_casts
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ WEIGHTS_OF_NET = 9
 
 def capture(net: nn.Module, report: match.MatchReport | None = None, mode: str | None = None) -> Callable:
     reports = {weight_casts.ID: match.MatchReport() if report is None else report}
-    return torch.compile(net.forward, backend=match.backend(reports, mode=mode), dynamic=False)
+    return torch.compile(net.forward, backend=dynamo.backend(reports, mode=mode), dynamic=False)
 
 
 def train(

@@ -236,7 +236,7 @@ def test_what_is_no_cumulative_average_runs_its_own_forward(change: str) -> None
 
 
 def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    from advisor.ops import match
+    from advisor.ops import dynamo, match
 
     order: list[str] = []
     families = [Family(id=name, replaces="", transform=name, modules=()) for name in ("b", "a")]
@@ -244,6 +244,6 @@ def test_a_rewrite_runs_in_the_catalogs_order(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Family, "rewrite", property(lambda self: lambda *_, **__: order.append(self.id)))
     monkeypatch.setattr(Family, "finish", None)
     reports = {name: match.MatchReport() for name in ("a", "b")}
-    torch.compile(lambda x: x + 1, backend=match.backend(reports, mode=None))(torch.ones(2))
+    torch.compile(lambda x: x + 1, backend=dynamo.backend(reports, mode=None))(torch.ones(2))
     assert order == ["b", "a"]
     assert [report.graphs for report in reports.values()] == [1, 1]
