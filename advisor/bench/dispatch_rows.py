@@ -63,10 +63,8 @@ def write_all(files: Sequence[Path]) -> None:
 
 
 def layers(measured: Mapping[int, Sequence[str]]) -> dict[str, str]:
-    """Of each architecture that kernels run on, whose rows it goes by; `measured`: its GPUs on file."""
-    like = f"like sm_{architectures.MEASURED.sm}: no GPU of it was measured, nothing is known to be faster there"
-    rows = (row.sm for row in architectures.ROWS if row.sm >= architectures.BUNDLED_KERNELS)
-    return {str(sm): f"measured: {', '.join(measured[sm])}" if sm in measured else like for sm in rows}
+    """Of each measured architecture its GPUs on file. `dispatch_table.layers` says what the others go by."""
+    return {str(sm): f"measured: {', '.join(gpus)}" for sm, gpus in sorted(measured.items())}
 
 
 def _layer(families: Mapping[str, Any], on_each: Sequence[Sequence[Row]]) -> dict[str, Any]:

@@ -119,14 +119,23 @@ def read(sm: int = architectures.MEASURED.sm, file: Path = FILE) -> dict[str, En
     return _layer(sm, file)
 
 
+class _Layer(dict[str, Entries]):
+    """A layer by family; one that is not in it has nothing measured."""
+
+    def __missing__(self, family: str) -> Entries:
+        return Entries()
+
+
 @cache
 def _layer(sm: int, file: Path) -> dict[str, Entries]:
     found = _document(file)
     if str(sm) in found.get("of", {}):
         own = found["of"][str(sm)]
-        return {family: entries(of, own.get(family, {})) for family, of in found["families"].items()}
+        return _Layer((family, entries(of, own.get(family, {}))) for family, of in found["families"].items())
     first = architectures.MEASURED.sm
-    return _layer(first, file) if sm != first else {family: entries(of) for family, of in found["families"].items()}
+    if sm != first:
+        return _layer(first, file)
+    return _Layer((family, entries(of)) for family, of in found["families"].items())
 
 
 def _shares(*of: Mapping[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -232,4 +241,6 @@ def elsewhere(family: str, kind: str, arch: int = 0) -> str:
 def layers(file: Path = FILE) -> Mapping[int, str]:
     """Of each architecture that kernels run on, whose rows it goes by: the GPUs' folders in docs/benchmarks, or `like sm_90: why`."""
     found = _document(file)["layers"]
-    return {row.sm: found[str(row.sm)] for row in architectures.ROWS if row.sm >= architectures.BUNDLED_KERNELS}
+    like = f"like sm_{architectures.MEASURED.sm}: no GPU of it was measured, nothing is known to be faster there"
+    rows = (row.sm for row in architectures.ROWS if row.sm >= architectures.BUNDLED_KERNELS)
+    return {sm: found.get(str(sm), like) for sm in rows}

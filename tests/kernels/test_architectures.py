@@ -11,7 +11,7 @@ from emulation.device import forget_launches
 
 from advisor.core import architectures
 from advisor.core.architectures import Architecture
-from advisor.ops import catalog, shared_memory, sources, verify
+from advisor.ops import catalog, dispatch_table, shared_memory, sources, verify
 from advisor.ops.family import Case, Family
 from advisor.resources import kernels_dir
 
@@ -30,10 +30,14 @@ def with_row(monkeypatch: pytest.MonkeyPatch) -> Iterator[Architecture]:
     row = Architecture(sm=130, shared_kib=120, sms=64, clusters=True, bulk_copies=True, early_launches=True, roomy=True)
     with monkeypatch.context() as patch:
         patch.setattr(architectures, "ROWS", (*architectures.ROWS, row))
-        architectures.of.cache_clear()
-        forget_launches()
+        _forget()
         yield row
+    _forget()
+
+
+def _forget() -> None:
     architectures.of.cache_clear()
+    dispatch_table.layers.cache_clear()
     forget_launches()
 
 
@@ -41,6 +45,7 @@ def test_a_row_is_all_that_an_architecture_needs(emulated, with_row: Architectur
     """Families take it with its shared memory, and leave it what needs products that it lacks."""
     emulated.use(sm_count=2, arch=with_row.sm)
     assert shared_memory.of_a_block(with_row.sm) == 120 * 1024
+    assert dispatch_table.layers()[with_row.sm].startswith("like sm_90")
     taken = {name: sources.lacks(name, with_row.sm) for family in catalog.FAMILIES for name in family.kernels}
     assert {name for name, reason in taken.items() if reason} == {name for name in taken if sources.target(name)}
     for family in catalog.FAMILIES:

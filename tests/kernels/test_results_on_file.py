@@ -185,7 +185,7 @@ def test_an_architecture_with_rows_has_a_layer_of_its_own(tmp_path: Path, monkey
         table, ("h200", 90, lambda row: row), ("rtx", 89, lambda row: slowed(row) if "bn+" in row["name"] else None)
     )
     assert made["layers"]["89"] == "measured: rtx"
-    assert made["layers"]["120"].startswith("like sm_90: no GPU of it was measured")
+    assert dispatch_table.layers(table)[120].startswith("like sm_90: no GPU of it was measured")
     kinds = {sm: dispatch_table.read(sm, table)["batchnorm_act"].kinds for sm in (80, 89, 90)}
     assert kinds[90] == kinds[80] == dispatch_table.read()["batchnorm_act"].kinds
     assert kinds[90] - kinds[89] == {("bn+gelu", "bfloat16")}
