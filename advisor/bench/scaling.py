@@ -1,9 +1,10 @@
 """`advisor bench scaling`: trainings with the plan of one GPU on several, of so many times one GPU's speed, and what was predicted.
 
-The script is docs/examples/imagenet.py, unmodified, with images that lie on the GPU. Each case trains some epochs; the script's own clock
-tells images a second, and its first epoch is not counted. A case is one of these ways, each GPU with the same batch:
+The scripts are docs/examples' imagenet.py (with images that lie on the GPU), unet.py and cifar.py (with their loaders), unmodified. Of each
+case TIMED steps are timed behind WARMUP others, all waits of the loop included. `as written` is without a plan. A case is one of these ways,
+each GPU with the same batch:
 
-- `one`: one GPU. It is profiled too, with the plan, for the prediction.
+- `one`: one GPU. ResNet-50 is profiled too, with the plan, for the prediction.
 - `parts`: `advisor run --gpus N --allow training`; batch norms go by each rank's part, as under torchrun.
 - `whole`: `advisor run --gpus N`; batch norms go by all ranks' samples.
 - `torchrun`: the script's own DistributedDataParallel.
@@ -15,7 +16,6 @@ from __future__ import annotations
 import datetime
 import json
 import os
-import re
 import statistics
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +25,24 @@ from typing import Any
 
 from advisor.analysis import scaling
 from advisor.bench import models, results
+from advisor.bench.scaling_cases import (
+    AS_WRITTEN,
+    COMPARED,
+    EAGER,
+    FORETOLD,
+    ONE,
+    PARTS,
+    RANKS,
+    SAME,
+    SENT,
+    TIMED,
+    TORCHRUN,
+    WARMUP,
+    WHOLE,
+    ScalingCase,
+    cases,
+    words_of,
+)  # fmt: skip
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.plan import PlanItem
@@ -39,36 +57,10 @@ from advisor.profiling.machine import environment
 from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.trials import fresh, ranks, records
+from advisor.trials.records import Measurement
 from advisor.userfiles import restore
 
-TRAININGS = ("resnet50_b256", "mobilenet_v3_large_b256", "convnext_tiny_b256")
-WITHOUT_NORMS = ("convnext_tiny_b256",)  # of batches: `parts` and `whole` are one way
-ONE, PARTS, WHOLE, TORCHRUN, SAME = "one", "parts", "whole", "torchrun", "same"
-RANKS = (2, 4)
-# A batch that is divided, as written: small enough that 300 steps take seconds.
-DIVIDED = ("resnet18_b256_128px", ("imagenet.py", "--arch", "resnet18", "-b", "256", "--image-size", "128"))
-COMPARED = 300 - fresh.WARMUP
-# Settings of DistributedDataParallel beside the plan, by what the case is called.
-SENT: dict[str, tuple[str, ...]] = {"": (), "views": ("ddp_bucket_views", "ddp_static_graph")}
-LEAST_EPOCHS = 2  # the first does not count
-STEPS, EPOCHS, RESIDENT = 64, 4, 2048
-_EPOCH = re.compile(r"^=> epoch \d+: loss ([-+.\w]+), ([\d.]+) images/s", re.MULTILINE)
 Say = Callable[[str], None]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScalingCase:
-    """One training in one way; `sent` is a key of SENT."""
-
-    training: str
-    way: str
-    ranks: int
-    sent: str = ""
-
-    @property
-    def name(self) -> str:
-        """As --filter takes it."""
-        return " ".join(filter(None, (self.training, self.way, self.sent, f"x{self.ranks}")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +69,8 @@ class ScalingRow:
 
     Attributes:
         batch: of each GPU.
-        images_per_s: of all GPUs, the median of `epochs` by the script's clock.
+        images_per_s: of all GPUs, by the mean of the timed steps. step_ms: their median, and the tenth and ninetieth part of a hundred.
+        losses: the first and the last that was seen; warmed up and timed alike in all ways.
         of_linear: of `ranks` times the row of one GPU; None without that row.
         predicted_ms: low and high of a step, from the profile of one GPU; `link` is what was assumed of it, in µs and GB/s.
         off: of the middle of the prediction, relative to the step measured.
@@ -93,7 +86,7 @@ class ScalingRow:
     batch: int
     script: str
     images_per_s: float
-    epochs: tuple[float, ...]
+    step_ms: tuple[float, float, float]
     losses: tuple[float, ...]
     kept: tuple[str, ...]
     left_out: tuple[str, ...]
@@ -102,35 +95,20 @@ class ScalingRow:
     link: tuple[float, float] | None = None
     off: float | None = None
     alike: str = ""
+    device: str
     torch: str
     date: str
 
 
 @dataclass(slots=True, eq=False)
 class _Told:
-    """What a start has told of its changes."""
+    """What a start has told of its faults."""
 
-    applied: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
     errors: list[str] = field(default_factory=list)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        if event.get("event") == "applied":
-            self.applied = tuple(event.get("transforms") or ())
-            self.left_out = tuple(map(str, event.get("left_out") or ()))
         if event.get("error"):
             self.errors.append(str(event["error"]))
-
-
-def cases(gpus: int) -> list[ScalingCase]:
-    """All that so many GPUs can run."""
-    found = []
-    for name in TRAININGS:
-        ways = (PARTS, TORCHRUN) if name in WITHOUT_NORMS else (PARTS, WHOLE, TORCHRUN)
-        found.append(ScalingCase(training=name, way=ONE, ranks=1))
-        found += [ScalingCase(training=name, way=way, ranks=n) for n in RANKS if n <= gpus for way in ways]
-        found += [ScalingCase(training=name, way=PARTS, ranks=n, sent="views") for n in RANKS if n <= gpus]
-    return [*found, *(ScalingCase(training=DIVIDED[0], way=SAME, ranks=n) for n in RANKS if n <= gpus)]
 
 
 def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, say: Say) -> int:
@@ -148,8 +126,8 @@ def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, sa
 
     if not torch.cuda.is_available():
         raise AdvisorError("no benchmark here: no CUDA GPU", exit_code=ExitCode.GPU_REQUIRED)
-    script = kernels_dir().parent / "docs" / "examples" / "imagenet.py"
-    if not script.is_file():
+    examples = kernels_dir().parent / "docs" / "examples"
+    if not examples.is_dir():
         raise AdvisorError("this installation has no docs/examples", fix="Run it from a checkout.")
     wanted = [text.strip() for text in pattern.split(",")]
     every = cases(torch.cuda.device_count())
@@ -157,7 +135,8 @@ def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, sa
     if not chosen:
         raise AdvisorError(f"nothing is named like {pattern!r}", expected="part of " + ", ".join(c.name for c in every))
     target = (out or results.folder() / "scaling.json").resolve()
-    plans = _plans(results.folder() / "models.json", {case.training for case in chosen if case.way != SAME})
+    planned = {case.training for case in chosen if case.way != SAME and case.sent != AS_WRITTEN}
+    plans = _plans(results.folder() / "models.json", planned)
     failed = 0
     home = Path.cwd()
     with models.workplace(runs and runs.resolve(), "scaling") as place_of_runs:
@@ -166,13 +145,15 @@ def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, sa
                 say(case.name)
                 try:
                     plan = plans.get(case.training, ())
-                    row = _measured(case, script, plan, place_of_runs, limit_s=limit_s, say=say)
+                    row = _measured(case, examples, plan, place_of_runs, limit_s=limit_s, say=say)
                 except AdvisorError as error:
                     failed += 1
                     say(f"{case.name}: {error}")
                     continue
                 _file(target, row)
                 say(told(row))
+                if case.way == ONE and case.training in FORETOLD and case.sent != AS_WRITTEN:
+                    _profiled(words_of(case, examples)[0], plan, place_of_runs / case.training, limit_s, say)
         finally:
             os.chdir(home)
     return ExitCode.INCONCLUSIVE if failed else ExitCode.OK
@@ -192,11 +173,11 @@ def told(row: ScalingRow) -> str:
 
 def with_ratios(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of the file, each beside that of one GPU."""
-    one = {row["training"]: row["images_per_s"] for row in rows if row["way"] == ONE}
+    one = {(row["training"], row["sent"] == AS_WRITTEN): row["images_per_s"] for row in rows if row["way"] == ONE}
     order = [case.name for case in cases(max(RANKS))]
     found = [
-        row | {"of_linear": row["images_per_s"] / row["ranks"] / one[row["training"]]}
-        if row["training"] in one
+        row | {"of_linear": row["images_per_s"] / row["ranks"] / one[key]}
+        if (key := (row["training"], row["sent"] == AS_WRITTEN)) in one
         else row
         for row in rows
     ]
@@ -231,25 +212,6 @@ def _plans(path: Path, names: set[str]) -> dict[str, tuple[PlanItem, ...]]:
     }
 
 
-def words_of(case: ScalingCase, script: Path) -> tuple[tuple[str, ...], int]:
-    """The script's words without a launcher, and the batch of each GPU."""
-    words = list(DIVIDED[1] if case.way == SAME else models.SCRIPTS[case.training])[1:]
-    words = [word for word in words if word != "--device-data"]
-    at = words.index("-b") + 1
-    batch = int(words[at])
-    each = batch if case.way in (ONE, TORCHRUN, SAME) else batch * case.ranks  # what the script is told
-    words[at] = str(each)
-    length = (
-        "--train-size",
-        str(batch * case.ranks * STEPS),
-        "--val-size",
-        str(batch * case.ranks),
-        "--epochs",
-        str(EPOCHS),
-    )
-    return (str(script), *words, "--resident", str(RESIDENT), *length, "-p", str(STEPS)), batch
-
-
 def _command(case: ScalingCase, words: tuple[str, ...], folder: Path) -> ScriptCommand:
     if case.way == ONE:
         return ScriptCommand.parse(words)
@@ -261,33 +223,42 @@ def _command(case: ScalingCase, words: tuple[str, ...], folder: Path) -> ScriptC
 
 
 def _measured(
-    case: ScalingCase, script: Path, plan: Sequence[PlanItem], folder: Path, *, limit_s: float, say: Say
+    case: ScalingCase, examples: Path, plan: Sequence[PlanItem], folder: Path, *, limit_s: float, say: Say
 ) -> ScalingRow:
-    words, batch = words_of(case, script)
+    words, batch = words_of(case, examples)
     home = folder / case.name.replace(" ", "-")
     home.mkdir(parents=True, exist_ok=True)
     os.chdir(home)  # where the script leaves its checkpoints
     if case.way == SAME:
         return _divided(case, words, batch, home, say)
-    items = (*plan, *(PlanItem(transform=name, status=Status.KEPT) for name in SENT[case.sent]))
-    rates, losses, changes = _trained(_command(case, words, home), items, home, limit_s)
-    found = statistics.median(rates[1:] or rates)
+    sent = (PlanItem(transform=name, status=Status.KEPT) for name in SENT[case.sent])
+    items = () if case.sent == AS_WRITTEN else (*plan, *sent)
+    if case.sent == EAGER:
+        items = tuple(item for item in items if item.transform != "cuda_graphs")
+    timed = _timed(_command(case, words, home), items, home, limit_s)
+    each_us = [us for us, held in zip(timed.every_us, timed.held, strict=True) if not held]
+    found = batch * case.ranks / statistics.fmean(each_us) * 1e6
     step_ms = batch * case.ranks / found * 1e3
-    predicted, link = (None, None) if case.ranks == 1 else _predicted(case, folder, say)
-    if case.ranks == 1:
-        _profiled(words, items, folder / case.training, limit_s, say)
+    predicted, link = (None, None) if case.ranks == 1 or not items else _predicted(case, folder, say)
     return ScalingRow(
         batch=batch,
         images_per_s=found,
-        epochs=rates,
-        losses=losses,
-        kept=changes.applied,
-        left_out=changes.left_out,
+        step_ms=_spread(each_us),
+        losses=(timed.losses[0], timed.losses[-1]) if timed.losses else (),
+        kept=timed.applied,
+        left_out=tuple(f"{name} ({why})" for name, why in timed.left_out.items()),
         predicted_ms=predicted,
         link=link,
         off=sum(predicted) / 2 / step_ms - 1 if predicted is not None else None,
         **_facts(case, words),
     )
+
+
+def _spread(each_us: Sequence[float]) -> tuple[float, float, float]:
+    """Milliseconds: the median, and the tenth and the ninetieth part of a hundred."""
+    order = sorted(each_us)
+    at = [order[round(share * (len(order) - 1))] / 1e3 for share in (0.5, 0.1, 0.9)]
+    return at[0], at[1], at[2]
 
 
 def _facts(case: ScalingCase, words: Sequence[str]) -> dict[str, Any]:
@@ -296,6 +267,7 @@ def _facts(case: ScalingCase, words: Sequence[str]) -> dict[str, Any]:
     return {
         **{name: getattr(case, name) for name in ("name", "training", "way", "ranks", "sent")},
         "script": " ".join((Path(words[0]).name, *words[1:])),
+        "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
     }
@@ -313,7 +285,7 @@ def _divided(case: ScalingCase, words: tuple[str, ...], batch: int, home: Path, 
     return ScalingRow(
         batch=batch // case.ranks,
         images_per_s=batch / statistics.median(spread.step_us) * 1e6,
-        epochs=(),
+        step_ms=_spread(spread.step_us),
         losses=tuple(spread.losses),
         kept=(),
         left_out=(),
@@ -323,35 +295,41 @@ def _divided(case: ScalingCase, words: tuple[str, ...], batch: int, home: Path, 
     )
 
 
-def _trained(
-    command: ScriptCommand, items: tuple[PlanItem, ...], home: Path, limit_s: float
-) -> tuple[tuple[float, ...], tuple[float, ...], _Told]:
-    """Images a second and mean losses, by epoch.
+def _timed(command: ScriptCommand, items: tuple[PlanItem, ...], home: Path, limit_s: float) -> Measurement:
+    """One fresh run.
 
     Raises:
-        AdvisorError: where it came to no end.
+        AdvisorError: where it gave no measurement.
     """
-    session = Session(mode="run", run_dir=str(home), script=command.words[0], argv=command.words[1:], kept=items)
     said, changes = home / records.OUTPUT_FILE, _Told()
-    said.unlink(missing_ok=True)
-    ended = launch(command, session, on_progress=changes, timeout_s=limit_s, output=said)
+    for file in (said, home / records.MEASURE_FILE):
+        file.unlink(missing_ok=True)
+    session = Session(
+        mode="measure", run_dir=str(home), script=command.words[0], argv=command.words[1:], kept=items, seed=fresh.SEED,
+        warmup=WARMUP, steps=TIMED, timed_s=0.0, protect_files=True,
+    )  # fmt: skip
+    try:
+        ended = launch(command, session, on_progress=changes, timeout_s=limit_s, output=said)
+    finally:
+        restore.restore(home)
     if ended.interrupted:
         raise KeyboardInterrupt
-    text = said.read_text(errors="replace")
-    found = _EPOCH.findall(text)
-    # One that was ended at its limit has measured what it has: its first epoch compiles, and may have taken most of the time.
-    if not found or ((ended.code or ended.timed_out) and len(found) < LEAST_EPOCHS):
-        why = "; ".join(changes.errors) or starting.dead_rank(text) or "it ended without an epoch"
+    try:
+        found = storage.load(home / records.MEASURE_FILE, Measurement)
+    except AdvisorError:
+        found = None
+    if found is None or len(found.every_us) < TIMED // 2:
+        why = "; ".join(changes.errors) or starting.dead_rank(said.read_text(errors="replace")) or "it ended early"
         raise AdvisorError(f"no measurement: {'it took too long' if ended.timed_out else why}", fix=f"Read {said}.")
-    return tuple(float(rate) for _, rate in found), tuple(float(loss) for loss, _ in found), changes
+    return found
 
 
-def _profiled(words: tuple[str, ...], items: tuple[PlanItem, ...], home: Path, limit_s: float, say: Say) -> None:
+def _profiled(words: tuple[str, ...], items: Sequence[PlanItem], home: Path, limit_s: float, say: Say) -> None:
     """The profile of one GPU with the plan lies in `home` afterwards; it is said where there is none."""
     home.mkdir(parents=True, exist_ok=True)
     command = ScriptCommand.parse(words)
     session = Session(
-        mode="profile", run_dir=str(home), script=command.words[0], argv=command.words[1:], kept=items, counters=False,
+        mode="profile", run_dir=str(home), script=command.words[0], argv=command.words[1:], kept=tuple(items), counters=False,
         warmup=8, steps=20, detail_steps=3, protect_files=True,
     )  # fmt: skip
     try:

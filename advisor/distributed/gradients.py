@@ -34,7 +34,8 @@ from advisor.distributed.shared_state import SharedState
 from advisor.loop.patches import Patches
 from advisor.loop.sources import shown, user_line
 from advisor.transforms import targets
-from advisor.transforms.forward import REPLICATED, ForwardStack
+from advisor.transforms.forward import GRAPH, REPLICATED, ForwardStack
+from advisor.transforms.graphs.sending import Sending, buckets_of
 from advisor.transforms.rewrapped import BUFFERS, OURS, Shell, send_as
 
 
@@ -276,6 +277,7 @@ class Replicated:
         self._own_norms, self._versions = not synchronised, -1
         self.settings: dict[str, Any] = {}
         self.ddp: DistributedDataParallel
+        self._sending: Sending | None = None
         self.change({BUFFERS: False, **settings})
 
     def change(self, settings: Mapping[str, Any]) -> None:
@@ -285,8 +287,27 @@ class Replicated:
         self.ddp = DistributedDataParallel(self._shell, **own)  # the one before takes its hooks along
         if (kind := settings.get("sent_as")) is not None:
             send_as(self.ddp, kind)
-        self.settings, self._calls = dict(settings), 0
+        self.settings, self._calls, self._sending = dict(settings), 0, None
         targets.replicate(self._root, self.ddp)
+
+    def sends(self) -> Sending | None:
+        """What a graph of the root's backward has to send in place of `ddp`; None where that is not settled, or is not each backward's."""
+        if self._sending is None and self.settings.get("passes", 1) == 1:
+            buckets = buckets_of(self.ddp)
+            if buckets is not None:
+                self._sending = Sending(
+                    buckets=buckets,
+                    group=self.ddp.process_group,
+                    sent_as=self.settings.get("sent_as", ""),
+                    eagerly=self._through,
+                )
+        return self._sending
+
+    def _through(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._shell.inner = inner
+        self.ddp.require_backward_grad_sync = self._calls % self.settings.get("passes", 1) == 0
+        self.held_back += not self.ddp.require_backward_grad_sync
+        return self.ddp(*args, **kwargs)
 
     def stepped(self) -> None:
         """Before the optimizer's step: what was held back and not sent since is averaged now."""
@@ -302,14 +323,18 @@ class Replicated:
             if not (module.training and torch.is_grad_enabled()):
                 self._evaluated()
                 return inner(*args, **kwargs)
-            self._shell.inner = inner
             self._calls, self._versions = self._calls + 1, -1
-            self.ddp.require_backward_grad_sync = self._calls % self.settings.get("passes", 1) == 0
-            self.held_back += not self.ddp.require_backward_grad_sync
-            if not self._on_cpu:
-                return self.ddp(*args, **kwargs)
-            with self._loaders.generators.in_place():  # dropout draws from the host's generator
-                return self.ddp(*args, **kwargs)
+            # Dropout draws from the host's generator on a CPU.
+            with self._loaders.generators.in_place() if self._on_cpu else contextlib.nullcontext():
+                graphs: Any = ForwardStack.of(module).get(GRAPH)
+                sending = self.sends() if graphs is not None else None
+                if sending is None:
+                    return self._through(inner, *args, **kwargs)
+                graphs.sending = sending
+                try:
+                    return inner(*args, **kwargs)
+                finally:
+                    graphs.sending = None
 
         return forward
 

@@ -59,6 +59,12 @@ def replicate(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
         _around[inner] = ref(ddp)
 
 
+def is_around(module: torch.nn.Module) -> bool:
+    """Whether `--gpus N` has put a DistributedDataParallel around this module's forward, or around one that holds it."""
+    known = _around.get(module)
+    return known is not None and known() is not None
+
+
 def data_parallel(module: torch.nn.Module) -> list[DistributedDataParallel]:
     """The module itself, those inside it (torch.compile may stand around one, or a module that also holds the loss), or one around it."""
     inside = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -128,4 +130,14 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     for name in ("memory_reserved", "memory_allocated"):
         monkeypatch.setattr(torch.cuda, name, lambda device=None: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    plain = distributed.all_reduce
+
+    def all_reduce(tensor: torch.Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        if len(current) == 1:
+            return plain(tensor, *args, async_op=async_op, **kwargs)
+        memory = tensor.detach()  # nothing is sent in a capture; each replay sends
+        made[-1].launches.append((lambda: plain(memory, *args, **kwargs), (), {}, None))
+        return SimpleNamespace(wait=lambda: None)
+
+    monkeypatch.setattr(distributed, "all_reduce", all_reduce)
     return made

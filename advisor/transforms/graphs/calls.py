@@ -6,6 +6,7 @@ kind that is still waiting for its backward: two views through one encoder, a mo
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -20,14 +21,15 @@ from torch.utils import _pytree as pytree
 from advisor.core.errors import first_line
 from advisor.loop import compiles
 from advisor.transforms import tf32
-from advisor.transforms.forward import CAPTURED, ForwardStack
+from advisor.transforms.forward import CAPTURED, REPLICATED, ForwardStack
 from advisor.transforms.graphs import hooks
 from advisor.transforms.graphs.arguments import Arguments, taken_apart
 from advisor.transforms.graphs.captured import Captured
 from advisor.transforms.graphs.host_values import HostValues
 from advisor.transforms.graphs.replaying import Replay, serving
+from advisor.transforms.graphs.sending import Sending
 from advisor.transforms.patch import is_script
-from advisor.transforms.targets import data_parallel
+from advisor.transforms.targets import data_parallel, is_around
 
 # Eager calls of a kind before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
 WARM_CALLS = 3
@@ -47,6 +49,7 @@ class Settings(Protocol):
 
     beside: bool  # weight gradients are captured on a stream of their own
     reducers: list[ref[DistributedDataParallel]]  # wrappers of one process around the module
+    sending: Sending | None  # what the call that runs now sends to other ranks
 
     def reducers_rest(self) -> bool:
         """Whether no wrapper counts gradients."""
@@ -78,43 +81,47 @@ class GraphedForward:
         self._parameters = list(module.parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self.module()
+        module, sending = self.module(), self.layer.sending
+        plain = self.inner if sending is None else functools.partial(sending.eagerly, self.inner)
         if _paused or module is None or torch.compiler.is_compiling():  # Dynamo traces what lies around it, through it
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
         if not module.training or not torch.is_grad_enabled():
             self.eager["it is called in evaluation mode or without gradients"] += 1
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
+        if sending is None and is_around(module):
+            self.eager["its DistributedDataParallel has not settled what it sends, or sends more than gradients"] += 1
+            return plain(*args, **kwargs)
         arguments = taken_apart(args, kwargs)
         if isinstance(arguments, str):
             self.eager[arguments] += 1
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
         if torch.cuda.is_current_stream_capturing():
-            return self.inner(*args, **kwargs)
-        key = self._latest = _signature(arguments, self._parameters)
+            return plain(*args, **kwargs)
+        key = self._latest = (*_signature(arguments, self._parameters), _what_is_sent(sending))
         slots = self.captured.get(key)
         if slots and (slots[0].layout.changed() or slots[0].twice):
             self._drop(key, module)
             slots = None
         if key in self.failed:
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
         if slots is None:
             slots = self._first(key, module, arguments)
             if slots is None:
-                return self._eagerly(key, args, kwargs)
+                return self._eagerly(key, plain, args, kwargs)
         captured = next((c for c in slots if not c.busy()), None) or self._another(key, slots, module, arguments)
         if captured is None:
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
         direct = self._direct(captured)
         leaves = [captured.gradients.anchor] if direct else captured.leaves
         return captured.output(Replay.apply(captured, direct, *arguments.tensors, *leaves))  # type: ignore[no-untyped-call]  # torch's own, without types
 
-    def _eagerly(self, key: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _eagerly(self, key: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A call before the capture: what it brings from the host, and whether it is differentiated twice, is noted."""
         calls = self.calls[key]
         if key in self.failed or not 1 < calls <= WARM_CALLS:
-            return self.inner(*args, **kwargs)
+            return plain(*args, **kwargs)
         with self._host.setdefault(key, HostValues()).watching(within=self._compiled()):
-            output = self.inner(*args, **kwargs)
+            output = plain(*args, **kwargs)
         failed = self.failed
 
         def note(gradient: torch.Tensor) -> None:
@@ -175,6 +182,7 @@ class GraphedForward:
                 beside=self.layer.beside,
                 host_values=host_values or self._host.get(key),
                 within=self._compiled(),
+                sending=self.layer.sending,
             )
         except Exception as error:
             self.failed[key] = told(error)
@@ -229,7 +237,7 @@ class GraphedForward:
             or not self.layer.reducers_rest()
         ):
             return False
-        if self.layer.reducers:  # they hold what would look like somebody's hooks
+        if self.layer.reducers or self.layer.sending is not None:  # they hold what would look like somebody's hooks
             captured.gradients.watched = False
         return captured.gradients.direct()
 
@@ -276,11 +284,18 @@ def _signature(arguments: Arguments, parameters: Iterable[torch.Tensor]) -> tupl
     )
 
 
+def _what_is_sent(sending: Sending | None) -> Any:
+    """As a graph has it frozen in."""
+    return None if sending is None else (sending.buckets, sending.sent_as)
+
+
 def unfit(module: torch.nn.Module) -> str:
     """Why this module cannot be graphed; empty when it can."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel over several devices does work of its own around the forward"
-    if data_parallel(module):  # which hears neither of a replay nor of its gradients, and sends none
+    replicated = ForwardStack.of(module).get(REPLICATED)
+    # One hears neither of a replay nor of its gradients, and sends none; but what `--gpus N` has put there tells what it would send.
+    if data_parallel(module) and not hasattr(replicated, "sends"):
         return "DistributedDataParallel does work of its own around the forward"
     if next(module.parameters(), None) is None:
         return "it has no parameters"

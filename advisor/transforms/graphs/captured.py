@@ -20,6 +20,7 @@ from advisor.transforms.graphs import hooks
 from advisor.transforms.graphs.arguments import Arguments
 from advisor.transforms.graphs.host_values import HostValues
 from advisor.transforms.graphs.layout import Layout, Place
+from advisor.transforms.graphs.sending import Sending, SentBuckets
 
 _CONSTANT = (type(None), bool, int, float, str)  # what an output may hold beside tensors
 
@@ -52,6 +53,7 @@ class Captured:
     Args:
         beside: weight gradients are captured on a stream of their own.
         host_values: what eager calls have brought from the host; `within`: into a forward that Dynamo captures.
+        sending: how gradients go to the other ranks, inside the backward; None where they do not.
 
     Raises:
         Exception: what a capture cannot hold; nothing of it is left then.
@@ -71,6 +73,7 @@ class Captured:
         beside: bool,
         host_values: HostValues | None = None,
         within: bool = False,
+        sending: Sending | None = None,
     ) -> None:
         self.parameters = [p for p in module.parameters() if p.requires_grad]
         self.inputs = tuple(a.detach().clone().requires_grad_(a.requires_grad) for a in arguments.tensors)
@@ -107,7 +110,7 @@ class Captured:
                 self.input_grads: list[torch.Tensor | None] = [None] * len(self.inputs)
                 gradients: list[torch.Tensor | None] = [None] * len(self.parameters)
                 if wanted:
-                    gradients = self._capture_backward(stream, wanted, sources, beside)
+                    gradients = self._capture_backward(stream, wanted, sources, beside, sending, leaves)
         except BaseException:
             _leave_capture(device, script)
             raise
@@ -130,18 +133,28 @@ class Captured:
         self.layout = Layout(module, self.computed)  # behind the capture, in which a forward may have counted its calls
 
     def _capture_backward(
-        self, stream: Any, wanted: list[torch.Tensor], sources: list[torch.Tensor], beside: bool
+        self,
+        stream: Any,
+        wanted: list[torch.Tensor],
+        sources: list[torch.Tensor],
+        beside: bool,
+        sending: Sending | None,
+        leaves: Mapping[int, torch.nn.Parameter],
     ) -> list[torch.Tensor | None]:
         """The backward, which gives the parameters' gradients; those of inputs are `input_grads`."""
         # A memory pool of its own: in the forward's, gradients would take the place of activations that backward
         # is done with, and the next forward would write over a `.grad` that is still being accumulated.
         with torch.cuda.graph(self.backward, stream=stream, capture_error_mode="thread_local"):
-            side = WeightGradientsBeside(self.inputs[0].device) if beside else None
-            with side or contextlib.nullcontext():
+            # What is sent is sent from this stream, as soon as it is there.
+            side = WeightGradientsBeside(self.inputs[0].device) if beside and sending is None else None
+            sums = SentBuckets(sending, leaves) if sending is not None else None
+            with side or contextlib.nullcontext(), sums.listening() if sums is not None else contextlib.nullcontext():
                 found = torch.autograd.grad(wanted, sources, self.output_grads, only_inputs=True, allow_unused=True)
             self.moved = side.moved if side is not None else 0
-            arrived = iter(found)
+            arrived: Iterator[torch.Tensor | None] = iter(found)
             self.input_grads = [next(arrived) if a.requires_grad else None for a in self.inputs]
+            if sums is not None:
+                arrived = iter(sums.end(self.parameters))
             others = (*self.inputs, *self.output_grads, *self.input_grads)
             # Inside the capture: a gradient of other strides than its parameter's is copied in each replay.
             # Nobody else has what this list holds: by its references it is told later what the script keeps.

@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from advisor.transforms.forward import CAPTURED, GRAPH, ForwardStack, KeptLayers
 from advisor.transforms.graphs.calls import GraphedForward, unfit
+from advisor.transforms.graphs.sending import Sending
 from advisor.transforms.targets import passed_by
 
 # Modules with parameters in a part that is graphed by itself: with fewer, what a replay costs the host is as much as it saves.
@@ -38,6 +39,7 @@ class GraphLayer:
     Attributes:
         reducers: wrappers of one process around the module, which count its gradients where they are not passed by.
         parts: modules below that are graphed by themselves.
+        sending: what the call that runs now sends to other ranks; None where it does not, as beside `--gpus N`.
     """
 
     def __init__(self, beside: bool) -> None:
@@ -45,6 +47,7 @@ class GraphLayer:
         self.forwards: WeakSet[GraphedForward] = WeakSet()  # alive as long as the stack remembers the composition
         self.reducers: list[ref[DistributedDataParallel]] = []
         self.parts: list[ref[torch.nn.Module]] = []
+        self.sending: Sending | None = None
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         forward = GraphedForward(inner, module, self)
