@@ -26,6 +26,7 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Status, TrialLog
+from advisor.pipeline.shared import OWN_GPU
 from advisor.resources import kernels_dir
 from advisor.runs import PROFILE_FILE
 from advisor.trials import proof, records
@@ -346,6 +347,9 @@ def searched(row: RealRow, folder: Path) -> RealRow:
         spent_s=dict(log.spent),
         fault=log.fault,
     )
+    elsewhere = [note for note in profile.notes if note.startswith(OWN_GPU)] if profile is not None else []
+    if elsewhere:  # beside another training, it may be
+        return replace(row, kept=(), first_proof_s=None, fault=elsewhere[0])
     stack = log.stack
     if stack is None:
         return row

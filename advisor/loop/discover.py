@@ -30,10 +30,12 @@ from advisor.loop.observed import IteratorSeen, Observations
 from advisor.loop.patches import Patch
 from advisor.loop.recorded import RecordedStep
 from advisor.loop.rootcalls import RootCalls
+from advisor.loop.session import tell
 from advisor.loop.sources import user_line
 from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.training import RootModule, StepEvent, Training
 from advisor.loop.values import autocast_dtype, class_of, elements, inner, sent, shapes
+from advisor.loop.waiting import CALLED
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
 LOOK_STEPS = 3
@@ -261,6 +263,8 @@ class Discovery:
             level = getattr(depth, "level", 0)
             if level == 0 and not self.seen.first_ns:
                 self.seen.first_ns = time.perf_counter_ns()
+                search = torch.backends.cudnn.benchmark and torch.cuda.is_initialized()
+                tell(self.watcher.session, CALLED, search=search)
             depth.level = level + 1
             entering(module, args)
             try:

@@ -19,14 +19,18 @@ from advisor.loop.session import Session
 
 # Events of the child; bootstrap/sitecustomize.py writes some of them itself.
 STARTED, IMPORTED, ATTACHED, STEP, FAULT = "started", "imported", "attached", "step", "fault"
+CALLED = "called"  # the model, for the first time; its `search`: cuDNN times its algorithms in the first step
 WAITING = "waiting"  # the launcher's own event: what is waited for
 
 TELL_S = 15.0  # until it is first said what is waited for; then twice as long each time
+ASKED_S = 12.0  # for a process to end that the user has interrupted; cuDNN's search may keep it from hearing of that for longer
 FAULT_S = 10.0  # for a process in which advisor has switched itself off to end by itself, its partial results written
 # A script imports what it trains with in its first seconds. Some read their data first, so a long time is left for torch; CuPy without
 # torch is rarely there for anything but a loop of its own.
 CUPY_TOLD_S, CUPY_S, TORCH_S = 3.0, 30.0, 600.0
 STARTS, START_MARGIN_S = 4.0, 20.0
+INTERRUPTED = "interrupted"
+SEARCHES = "; cudnn.benchmark is on, so cuDNN times its algorithms in the first step"
 OTHERS_WORKED = "processes that the script started did the work and joined no process group; call the function that trains in the script itself"
 
 
@@ -50,7 +54,8 @@ class WaitStage(IntEnum):
     NOTHING = 0  # no Python of the command has told that it reads advisor's orders
     PYTHON = 1  # it has started, and not imported torch or CuPy
     TORCH = 2  # advisor is attached
-    STEPS = 3
+    MODEL = 3  # the script has called its model
+    STEPS = 4
 
 
 class Waiting:
@@ -68,7 +73,8 @@ class Waiting:
         self._next_s = TELL_S
         self._cupy: float | None = None  # when it was imported
         self._cupy_told = False
-        self._faulted = 0.0
+        self._faulted = self._asked = 0.0
+        self._searches = False  # cuDNN, in the first step
         self.stage = WaitStage.NOTHING
         self.first_step_s: float | None = None  # from the start
         self.fault = self.gave_up = ""
@@ -87,6 +93,8 @@ class Waiting:
             self._cupy = self._clock()
         elif kind == ATTACHED:
             self.stage = max(self.stage, WaitStage.TORCH)
+        elif kind == CALLED:
+            self.stage, self._searches = max(self.stage, WaitStage.MODEL), bool(event.get("search"))
         elif kind == STEP and self.first_step_s is None:
             self.stage, self.first_step_s = WaitStage.STEPS, self._clock() - self._began
         elif kind == FAULT and not self.fault:
@@ -103,13 +111,19 @@ class Waiting:
             return ""
         self._cupy_told = self._cupy_told or at_once
         self._next_s = 2 * max(waited_s, TELL_S)
-        return f"{waited_s:.0f} s: {missing(self.stage, cupy=self._alone)}; waiting (Ctrl-C ends it)"
+        return f"{waited_s:.0f} s: {missing(self.stage, cupy=self._alone)}{SEARCHES * self._searches}; waiting (Ctrl-C ends it)"
+
+    def asked(self) -> None:
+        """The user has asked for an end."""
+        self._asked = self._asked or self._clock()
 
     def over(self) -> str:
-        """Why the process is to end now: `fault`, or what becomes `gave_up`; "" while there is something to wait for."""
+        """Why the process is to end now: `fault`, what becomes `gave_up`, or the user; "" while there is something to wait for."""
         if not self.thrown_away:
             return ""
         now = self._clock()
+        if self._asked and now - self._asked >= ASKED_S:
+            return INTERRUPTED
         if self.fault:
             partial = self.stage >= WaitStage.TORCH  # one that was never attached has nothing to write
             return self.fault if now - self._faulted >= FAULT_S * partial else ""
@@ -142,4 +156,6 @@ def missing(stage: WaitStage, *, cupy: bool = False) -> str:
         return "advisor found no Python process to enter: -I, -E or -S, a container or another machine keeps it out"
     if stage is WaitStage.PYTHON:
         return "the script has imported neither torch nor CuPy, so it has no training steps yet"
+    if stage is WaitStage.MODEL:
+        return "the script has called its model, and no training step has ended yet"
     return "no training step was seen yet; in a loop without an optimizer call advisor.step() after each step"

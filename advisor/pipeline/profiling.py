@@ -17,6 +17,7 @@ from advisor.pipeline.shared import (
     Say,
     check_rules,
     evaluate_run,
+    other_gpu,
     progress_teller,
     recover_pending,
     restore_files,
@@ -260,7 +261,8 @@ def _read(
     measured = replace(assemble(run_dir, machine, exit_code=code), start_s=start_s)
     if ended is not None and ended.code and not ended.stopped_by_advisor:
         measured = replace(measured, notes=(_ended(ended.code, ended.signal), *measured.notes))
-    measured = replace(measured, notes=(*measured.notes, *notes))
+    moved = other_gpu(measured.model.env)
+    measured = replace(measured, notes=(*moved, *measured.notes, *notes))
     storage.save(run_dir / PROFILE_FILE, measured)
     if is_empty(measured):
         if ended is not None:

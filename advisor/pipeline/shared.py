@@ -16,6 +16,8 @@ from advisor.runs import REPORT_FILE, RUNS_DIR, new_run_dir
 from advisor.runs.page import report_page
 
 Say = Callable[[str], None]
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+OWN_GPU = f"the script sets {VISIBLE}"
 
 
 def write_report(run_dir: Path, profile: StepProfile, findings: Findings | None, trials: TrialLog | None) -> None:
@@ -139,3 +141,14 @@ def recover(run_dir: Path | None, say: Say) -> bool:
     if not (restored or found.problems or found.foreign):
         say("no interrupted run of yours has anything set aside")
     return not found.problems
+
+
+def other_gpu(script: Mapping[str, str], asked: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """A note where a script has chosen its GPU itself, over the choice of whoever started it. Both: environment variables.
+
+    What else runs on that GPU disturbs the measurement, and the script disturbs that.
+    """
+    there, here = script.get(VISIBLE), asked.get(VISIBLE)
+    if here is None or there is None or there == here:
+        return ()
+    return (f"{OWN_GPU} to {there!r} itself, and you asked for {here!r}",)

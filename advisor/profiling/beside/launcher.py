@@ -161,6 +161,8 @@ class _Told:
                 except subprocess.TimeoutExpired:
                     pass
                 self._pass_on(child.pid)
+                if asked:
+                    self._waiting.asked()
                 limit_s = timeout_s()
                 if limit_s is not None and time.monotonic() - started > limit_s and not timed_out:
                     timed_out = True

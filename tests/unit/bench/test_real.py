@@ -11,9 +11,13 @@ import torch
 
 from advisor.bench import real, results
 from advisor.core import storage
+from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval
+from advisor.core.profile import StepProfile
 from advisor.core.verdict import StackVerdict, TrialLog, Verdict
+from advisor.pipeline import shared
+from advisor.runs import PROFILE_FILE
 from advisor.trials import records
 from advisor.trials.records import Measurement
 
@@ -110,6 +114,21 @@ def test_a_row_holds_what_the_search_proved_and_the_best_by_hand(place: Path, mo
     assert log[1:3] == ["step", "1"]
     gpus = {(place / "runs" / name / "apply" / real.LOG_FILE).read_text().split()[3] for name in rows}
     assert gpus <= {"4", "5"}
+
+
+def test_a_script_that_chooses_its_gpu_itself_has_no_result(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A published training sets CUDA_VISIBLE_DEVICES=0, and was measured on the GPU of another one, five times."""
+    notes = shared.other_gpu({"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "2"})
+    assert notes == ("the script sets CUDA_VISIBLE_DEVICES to '0' itself, and you asked for '2'",)
+    assert not shared.other_gpu({"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "2"})
+    assert not shared.other_gpu({"CUDA_VISIBLE_DEVICES": "0"}, {})  # nobody asked for another
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(), step_kind="none", step_us=None, wall_us=None,
+        notes=notes,
+    )  # fmt: skip
+    leave(place, monkeypatch, apply={records.TRIALS_FILE: SEARCHED, PROFILE_FILE: profile})
+    row = bench(place)["one"]
+    assert (row["fault"], row["proved"], row["kept"], row["speedup"]) == (notes[0], False, [], None)
 
 
 def test_one_that_fails_says_why_and_the_others_go_on(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

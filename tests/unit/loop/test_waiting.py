@@ -17,7 +17,7 @@ class Process:
         session = Session(mode=mode, run_dir="run", script="train.py", **orders)
         self.waiting = Waiting(session, watched=watched, clock=lambda: self.now)
 
-    def told(self, *events: str, **fields: str) -> Process:
+    def told(self, *events: str, **fields: object) -> Process:
         for event in events:
             self.waiting.told({"event": event, **fields})
         return self
@@ -77,6 +77,25 @@ def test_a_script_that_may_still_train_is_let_be_and_told_of() -> None:
         assert process.waiting.over() == ""
         assert len(lines) == 8  # after 15 s, then twice as long each time
         assert lines[0].startswith(f"15 s: {missing}")
+
+
+@pytest.mark.parametrize(("search", "told"), [(False, ""), (True, waiting.SEARCHES)])
+def test_a_first_step_that_takes_long_is_told_as_one(search: bool, told: str) -> None:
+    """cuDNN's search took 30 s of a 3-D ResNet's first step, and the user read that no step was seen for want of an optimizer."""
+    process = Process("profile").told(waiting.STARTED, waiting.ATTACHED).told(waiting.CALLED, search=search)
+    assert f"the script has called its model, and no training step has ended yet{told};" in process.after(15.0).line()
+
+
+def test_one_that_does_not_hear_of_the_interrupt_is_ended() -> None:
+    """A first backward in cuDNN's search hears of Ctrl-C when that is over; what it trains is for nobody."""
+    process, own = (
+        Process(mode).told(waiting.STARTED, waiting.ATTACHED, waiting.CALLED) for mode in ("measure", "run")
+    )
+    for each in (process, own):
+        each.waiting.asked()
+        assert each.after(waiting.ASKED_S - 0.1).over() == ""
+        each.waiting.asked()  # asked again and again: the first time counts
+    assert (process.after(0.1).over(), own.after(0.1).over()) == (waiting.INTERRUPTED, "")
 
 
 def test_a_script_that_never_imports_torch_is_told_and_ended() -> None:
