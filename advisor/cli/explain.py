@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 @click.argument("what", metavar="[RULE|CHANGE|RUN]", default="last")
 @click.argument("run", metavar="[RUN]", default="last")
 def explain(what: str, run: str, *, rules_dirs: tuple[Path, ...]) -> None:
-    """Explain a rule, a change, or every finding of a run.
+    """Explain a rule, a change, or what was found in a run.
 
     \b
     RULE    did it fire in the run, on which values, where, and why it matters
     CHANGE  what it does to the numbers, how its trials ended, how to write it
             by hand
-    RUN     each condition of each finding with its value
+    RUN     each finding that fired, and each of its conditions with its value
 
     RUN is a run's folder, its name, or `last` (the default).
 
@@ -105,6 +105,12 @@ def _run(what: str, known: tuple[str, ...]) -> None:
         )
         raise AdvisorError(f"{what!r} is no rule, no change and no run here", fix=fix) from error
     text = output.run_text(
-        "text", loaded.profile, loaded.findings, loaded.trials, stream=sys.stdout, explain=True, run_dir=loaded.run_dir
+        "text",
+        loaded.profile,
+        loaded.findings,
+        loaded.trials,
+        stream=sys.stdout,
+        explain="fired",
+        run_dir=loaded.run_dir,
     )
     output.say(text, sys.stdout)

@@ -7,17 +7,17 @@ import textwrap
 from collections.abc import Sequence
 
 
-def table(rows: Sequence[Sequence[str]], width: int) -> list[str]:
-    """Rows in columns; where they are too wide together, the last two columns have a line of their own below each row."""
+def table(rows: Sequence[Sequence[str]], width: int, *, below: int = 2) -> list[str]:
+    """Rows in columns; where they are too wide together, the last columns, one or two, have a line of their own below each row."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     lines = [
         "  " + "  ".join([*(f"{text:{w}}" for text, w in zip(row, widths, strict=False)), row[-1]]) for row in rows
     ]
     if max(map(len, lines)) <= width:
         return lines
-    above = ["  " + "  ".join(f"{text:{w}}" for text, w in zip(row[:-2], widths, strict=False)) for row in rows]
-    below = [row[-1] + (f" ({row[-2]})" if row[-2] != "–" else "") for row in rows]
-    return [f"{first.rstrip()}\n{wrapped(' ' * 6 + second, width)}" for first, second in zip(above, below, strict=True)]
+    above = ["  " + "  ".join(f"{text:{w}}" for text, w in zip(row[:-below], widths, strict=False)) for row in rows]
+    notes = [row[-1] + (f" ({row[-2]})" if below > 1 and row[-2] != "–" else "") for row in rows]
+    return [f"{first.rstrip()}\n{wrapped(' ' * 6 + second, width)}" for first, second in zip(above, notes, strict=True)]
 
 
 def wrapped(text: str, width: int) -> str:

@@ -23,7 +23,7 @@ from advisor.core.errors import INTERRUPTED, AdvisorError, ExitCode, first_line
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "profile": ("profile", "profile", "Run a training script and see where a step's time goes."),
     "recommend": ("recommend", "recommend", "Show what would make a recorded run faster, and by how much."),
-    "explain": ("explain", "explain", "Explain a rule, a change, or every finding of a run."),
+    "explain": ("explain", "explain", "Explain a rule, a change, or what was found in a run."),
     "apply": ("apply", "apply", "Try each change live; keep what is right and faster; write a plan."),
     "try": ("try_command", "try_", "Try one change or one patch: is it right, and is it faster?"),
     "plan": ("plan", "plan", "Show a plan; write its changes as Python, or as a diff of your script."),
@@ -170,7 +170,9 @@ def _shown(name: object) -> str:
 
 
 def _fail(line: str, code: int) -> int:
-    click.echo(f"advisor: {line}", err=True)
+    from advisor.cli import output
+
+    output.say(f"advisor: {line}")
     return code
 
 

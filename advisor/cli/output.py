@@ -9,11 +9,12 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import click
 
 from advisor import __version__
+from advisor.cli import layout
 from advisor.cli.parameters import SEVERITIES
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
@@ -63,7 +64,7 @@ def run_text(
     trials: TrialLog | None,
     *,
     stream: TextIO,
-    explain: bool = False,
+    explain: bool | Literal["fired"] = False,
     run_dir: Path | None = None,
 ) -> str:
     """A run as `text`, `json`, `md`, `html`, `perfetto` or `sarif`; `run_dir` is where its plan and its trace may be."""
@@ -182,8 +183,13 @@ def writable(path: Path) -> Path:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write text and a newline to stderr, or to another stream; what its encoding lacks becomes a question mark."""
+    """Write text and a newline to stderr, or to another stream; what its encoding lacks becomes a question mark.
+
+    What advisor itself says is wrapped at words on a terminal, which would tear them apart.
+    """
     file = stream or sys.stderr
+    if text.startswith("advisor: ") and on_terminal(file):
+        text = layout.wrapped(text, width())
     try:
         text.encode(encoding := file.encoding or "utf-8")
     except UnicodeEncodeError:

@@ -61,8 +61,9 @@ def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
     file, loaded = find_plan(name, lambda known: True)
     if as_python:
         from advisor.trials.as_source import as_python as text
+        from advisor.trials.planfile import script_of
 
-        output.say(text(loaded, file.name).rstrip("\n"), sys.stdout)
+        output.say(text(loaded, file.name, Path(script_of(loaded))).rstrip("\n"), sys.stdout)
     elif as_diff or write_it:
         show_diff(loaded, write_it=write_it)
     else:
@@ -107,7 +108,8 @@ def show_diff(loaded: Plan, *, write_it: bool = False) -> None:
 
 
 def _show(loaded: Plan) -> None:
-    rows = [("change", "status", "measured", "why")]
-    rows += [(i.transform, i.status, i.measured or "–", printable(i.reason) or "–") for i in loaded.items]
+    rows = [("change", "status", "why")]
+    rows += [(i.transform, i.status, printable(i.reason or i.measured) or "–") for i in loaded.items]
     head = f"{printable(' '.join((loaded.script, *loaded.argv)))}: {loaded.speedup or 'not proved'}"
-    output.say("\n".join([head, "", *layout.table(rows, output.width())]), sys.stdout)
+    width = output.width()
+    output.say("\n".join([layout.wrapped(head, width), "", *layout.table(rows, width, below=1)]), sys.stdout)

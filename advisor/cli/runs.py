@@ -20,6 +20,8 @@ from advisor.reporting.page import Page, printable
 if TYPE_CHECKING:
     from advisor.runs.listing import ListedRun
 
+WIDE = 120  # columns from which on a drawn table leaves a run's name whole
+
 
 @click.group(cls=HelpGroup, invoke_without_command=True)
 @format_option("text", "json")
@@ -119,7 +121,7 @@ def _show(found: Sequence[ListedRun]) -> None:
         head = ("run", "script", "ended", "size", "holds", "result")
         lines = (
             drawn.table(Page(output.width(), output.color(sys.stdout)), head, rows, right={3})
-            if output.on_terminal(sys.stdout)
+            if output.on_terminal(sys.stdout) and output.width() >= WIDE
             else layout.table([head, *rows], output.width())
         )
         output.say("\n".join(lines), sys.stdout)

@@ -75,6 +75,14 @@ def scale(
     from advisor.reporting import scaling
 
     output.say(
-        scaling.text(found.rows, one_us=found.one_us, links=found.links, samples=whole, device=found.device), sys.stdout
+        scaling.text(
+            found.rows,
+            output.width(),
+            one_us=found.one_us,
+            links=found.links,
+            samples=whole,
+            device=found.device,
+        ).rstrip("\n"),
+        sys.stdout,
     )
     return 0

@@ -20,7 +20,7 @@ def attempt_text(found: Attempt, width: int = 100, color: bool = False) -> str:
     lines = [page.paint(f"{name}: {found.verdict}", "bold", style), *page.wrap(found.reason, 2), ""]
     for label, check in (("Effect", found.effect), ("Numerics", found.numerics), ("Timing", found.timing)):
         if check is not None:
-            lines += _check(page, label, check)
+            lines += _check(page, label, check, said=found.reason)
     if found.plain_us and found.changed_us:
         plain, changed = (min(times) for times in (found.plain_us, found.changed_us))
         lines.append(f"  Step      {time_text(plain)} as it is, {time_text(changed)} with it  (fastest run of each)")
@@ -33,7 +33,9 @@ def attempt_text(found: Attempt, width: int = 100, color: bool = False) -> str:
     return "\n".join([*lines, f"  Run       {found.run}"])
 
 
-def _check(page: Page, label: str, check: Check) -> list[str]:
+def _check(page: Page, label: str, check: Check, *, said: str) -> list[str]:
+    """One check; its detail is left out where the verdict's reason has `said` it."""
     word = _WORDS[check.passed]
-    first, *rest = page.wrap(f"{label:9} {word}: {check.detail}", 12, first=2)
+    detail = "as said above" if check.detail == said else check.detail
+    first, *rest = page.wrap(f"{label:9} {word}: {detail}", 12, first=2)
     return [first.replace(word, page.paint(word, _COLORS[check.passed]), 1), *rest]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from advisor.core.findings import Evidence, Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import StepProfile
@@ -26,7 +27,7 @@ def profile_text(
     color: bool = False,
     *,
     command: str = "advisor",
-    explain: bool = False,
+    explain: bool | Literal["fired"] = False,
     trials: TrialLog | None = None,
     drawn: bool = False,
 ) -> str:
@@ -38,7 +39,7 @@ def profile_text(
         width: columns to fill; at least `MIN_WIDTH` are used.
         color: whether to use ANSI colours.
         command: how advisor is called here, for the next command.
-        explain: show each condition with its value, and the rules that did not fire.
+        explain: show each condition with its value, and the rules that did not fire; "fired": only how to see those.
         trials: what the trials of it came to; their text follows, with the next command.
         drawn: whether tables have lines around them.
     """
@@ -46,7 +47,7 @@ def profile_text(
     verdict = page.wrap(wording.headline(profile, findings, trials), 0, "bold")
     blocks = [verdict, _summary(page, profile), _causes(page, profile), _gaps(page, profile)]
     if findings is not None:
-        blocks.append(_findings(page, findings, explain))
+        blocks.append(_findings(page, findings, bool(explain), command=command if explain == "fired" else ""))
     if notes := _notes(page, profile):
         blocks.append(notes)
     if trials is None:
@@ -173,7 +174,8 @@ def _gaps(page: Page, profile: StepProfile) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
+def _findings(page: Page, findings: Findings, explain: bool, *, command: str = "") -> list[str]:
+    """With a `command`, the rules that did not fire are those that it shows."""
     told = wording.cards(findings)
     helpful = [card for card in told if card.matters]
     lines = [page.heading("What would help" if helpful else "Findings", wording.counts(findings))]
@@ -187,7 +189,9 @@ def _findings(page: Page, findings: Findings, explain: bool) -> list[str]:
         lines += _card(page, card, number, explain)
     if len(told) > len(shown):
         lines.append(page.paint(f"  {len(told) - len(shown)} more in the report.", "dim"))
-    if explain:
+    if command:
+        lines += page.wrap(f"The rules that did not fire: {command} recommend RUN --explain", 2, "dim")
+    elif explain:
         lines += _unfired(page, findings)
     elif lacking := wording.unevaluated_line(findings):
         lines += page.wrap(lacking, 2, "dim")

@@ -16,6 +16,7 @@ _STATUS_COLORS = {
     Status.INCONCLUSIVE: "cyan",
     Status.UNCONFIRMED: "cyan",
 }
+WIDE = 110  # columns from which on a drawn table has room for reasons
 TOP_REASONS = 3
 EXAMPLES = 2  # of the places of one reason
 
@@ -49,7 +50,7 @@ def _trials(page: Page, log: TrialLog) -> list[str]:
         return [*lines, "  Nothing was tried."]
     if where := wording.spent(log):
         lines += page.wrap(f"Time: {where}.", 2, "dim")
-    if page.drawn:
+    if page.drawn and page.width >= WIDE:
         return [*lines, *_drawn_trials(page, log), *_explained(page, log)]
     names = {id(v): v.title or v.transform for v in log.verdicts}
     if any(v.round > 1 for v in log.verdicts):

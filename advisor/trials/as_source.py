@@ -114,8 +114,11 @@ def write(plan: Plan, path: Path) -> Written:
     return Written(path, text, after, tuple(done), left)
 
 
-def as_python(plan: Plan, plan_file: str) -> str:
-    """The kept changes as lines of Python to copy from: for a model `model`, an optimizer `optimizer`, and so on."""
+def as_python(plan: Plan, plan_file: str, path: Path | None = None) -> str:
+    """The kept changes as lines of Python to copy from: for a model `model`, a batch `images`, and so on.
+
+    The optimizer is that of the script at `path`, where it can be read: another one would not be the training that was proved.
+    """
     kept = [item for item in plan.items if item.status == Status.KEPT]
     lines = ["import torch", ""]
     rest = []
@@ -123,7 +126,8 @@ def as_python(plan: Plan, plan_file: str) -> str:
         if (snippet := SNIPPETS.get(item.transform)) is None:
             rest.append(item)
             continue
-        lines += [f"# {title(item.transform)}", *snippet(item.parameters), ""]
+        made = _optimizers(path) if item.transform == "fused_optimizer" and path else []
+        lines += [f"# {title(item.transform)}", *(made or snippet(item.parameters)), ""]
     if rest:
         lines += [
             "# These have no short form in source, so advisor applies them, and the whole plan, as the training begins:"
@@ -131,6 +135,20 @@ def as_python(plan: Plan, plan_file: str) -> str:
         lines += [f"#   {title(item.transform)}" for item in rest]
         lines += ["import advisor", "", f'advisor.enable("{plan_file}")', ""]
     return "\n".join(lines)
+
+
+def _optimizers(path: Path) -> list[str]:
+    """The script's optimizers as they are made, with `fused=True`; none where it cannot be read or makes none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        script = _Script(text, ast.parse(text))
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return []
+    calls = [call for call in script.named(*FUSED) if _of_torch(call.func)]
+    for call in calls:
+        call.keywords = [k for k in call.keywords if k.arg not in ("foreach", "fused")]
+        call.keywords.append(ast.keyword(arg="fused", value=ast.Constant(value=True)))
+    return [f"optimizer = {ast.unparse(call)}" for call in calls]
 
 
 # -- one function a change ---------------------------------------------------------------------------------------------
@@ -202,7 +220,7 @@ def _channels_last(script: _Script, parameters: Mapping[str, str]) -> None:
 
 
 def _autocast(script: _Script, parameters: Mapping[str, str]) -> None:
-    loop, forward, _ = _training(script)
+    loop, forward, call = _training(script)
     body = _holding(loop, forward)
     start = body.index(forward)
     backward = next((i for i, s in enumerate(body) if i >= start and _contains(s, "backward")), None)
@@ -212,7 +230,9 @@ def _autocast(script: _Script, parameters: Mapping[str, str]) -> None:
     losses = _names(body[backward])
     ends = [s for s in body[start:backward] if isinstance(s, ast.Assign) and losses & _names(s.targets[0])]
     last = ends[-1] if ends else body[backward - 1]
-    head = " " * forward.col_offset + 'with torch.autocast("cuda", dtype=torch.bfloat16):'
+    named = bool(call.args) and isinstance(call.args[0], ast.Name)
+    batch = ast.unparse(call.args[0]) if named else f"next({ast.unparse(call.func)}.parameters())"
+    head = " " * forward.col_offset + f"with torch.autocast({batch}.device.type, dtype=torch.bfloat16):"
     script.indented.append((forward.lineno, last.end_lineno or last.lineno, head))
 
 
@@ -250,7 +270,9 @@ WRITERS: dict[str, Callable[[_Script, Mapping[str, str]], None]] = {
 SNIPPETS: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
     "tf32": lambda p: ["torch.backends.cuda.matmul.allow_tf32 = True", "torch.backends.cudnn.allow_tf32 = True"],
     "cudnn_benchmark": lambda p: ["torch.backends.cudnn.benchmark = True"],
-    "fused_optimizer": lambda p: ["optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)  # or yours"],
+    "fused_optimizer": lambda p: [
+        f"# where the optimizer is made, {' or '.join(FUSED)}: give it the argument fused=True"
+    ],
     "set_to_none": lambda p: ["optimizer.zero_grad()  # without set_to_none=False"],
     "loader_workers": lambda p: [
         f"loader = torch.utils.data.DataLoader(data, num_workers={p.get('workers', '4')})",
@@ -262,7 +284,7 @@ SNIPPETS: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
         "images = images.to(memory_format=torch.channels_last)",
     ],
     "amp_bf16": lambda p: [
-        'with torch.autocast("cuda", dtype=torch.bfloat16):',
+        "with torch.autocast(images.device.type, dtype=torch.bfloat16):",
         "    loss = criterion(model(images), labels)",
     ],
     "compile": lambda p: ["model.compile()"],

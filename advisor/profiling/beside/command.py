@@ -90,6 +90,12 @@ class ScriptCommand:
                 raise AdvisorError(f"no script {first}", expected="a file that exists", fix=_nearest(path))
             _compile(path / "__main__.py" if path.is_dir() else path)
             return cls(argv=(sys.executable, first, *arguments), name=first, arguments=arguments)
+        if first == "last":  # a program of that name is on most machines, and lists who was logged in
+            raise AdvisorError(
+                "`last` names a run, and this command starts a script",
+                expected="a Python script",
+                fix=_scripts_in(Path()),
+            )
         # As the shell finds it, else beside the interpreter: an environment that is not activated has its torchrun there.
         found = shutil.which(first)
         program = found or shutil.which(first, path=str(Path(sys.executable).parent))

@@ -628,6 +628,14 @@ def test_explain_takes_a_rule_a_change_or_a_run(invoke, word, told):
     assert (found.exit_code, told in found.stdout) == (0, True), found.output
 
 
+def test_a_run_is_explained_by_what_fired(invoke):
+    """Conditions of 160 quiet rules stood between a reader and those that fired."""
+    text = invoke("explain", "last").stdout
+    assert "fp32_conv_frac = 53 % (condition: > 0.2; measured)" in text
+    assert "comm_exposed_frac: needs" not in text
+    assert "recommend RUN --explain" in text
+
+
 def test_explain_offers_the_nearest_word(invoke, pipeline):
     pipeline.error = AdvisorError("no such run")
     found = invoke("explain", "chanels_last")

@@ -26,6 +26,13 @@ def test_what_is_not_kept_has_no_speed_up():
     assert "\x1b[31mfailed\x1b[0m: NaN" in text
 
 
+def test_the_reason_is_told_once():
+    slow = dataclasses.replace(samples.attempt(), reason="too noisy", timing=Check(passed=False, detail="too noisy"))
+    text = attempt_text(slow)
+    assert text.count("too noisy") == 1
+    assert "  Timing    failed: as said above" in text
+
+
 @pytest.mark.parametrize("width", [40, 72, 120])
 def test_no_line_is_wider_than_the_terminal(width):
     long = dataclasses.replace(samples.attempt(), reason="word " * 60, notes=("note " * 40,))

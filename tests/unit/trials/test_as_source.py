@@ -72,7 +72,7 @@ def added(found):
                           "images, labels = images.cuda(non_blocking=True), labels.cuda(non_blocking=True)"]),
         ("channels_last", {}, ["model = model.to(memory_format=torch.channels_last)",
                                "images = images.to(memory_format=torch.channels_last)"]),
-        ("amp_bf16", {}, ['with torch.autocast("cuda", dtype=torch.bfloat16):', "outputs = model(images)",
+        ("amp_bf16", {}, ["with torch.autocast(images.device.type, dtype=torch.bfloat16):", "outputs = model(images)",
                           "loss = nn.functional.cross_entropy(outputs, labels)"]),
         ("compile", {}, ["model.compile()"]),
         ("defer_sync", {}, ["total += loss.detach() * images.size(0)"]),
@@ -132,6 +132,18 @@ def test_the_python_of_a_plan_parses_and_leaves_the_rest_to_advisor():
     ast.parse(text)
     assert 'advisor.enable("plan.yaml")' in text
     assert "advisor.enable" not in as_source.as_python(plan("channels_last"), "plan.yaml")
+
+
+def test_the_python_of_a_plan_has_the_scripts_own_optimizer(script, tmp_path):
+    text = as_source.as_python(plan("fused_optimizer"), "plan.yaml", script)
+    assert "optimizer = optim.SGD(model.parameters(), lr=0.1, fused=True)" in text
+    assert "SGD(" not in as_source.as_python(plan("fused_optimizer"), "plan.yaml", tmp_path / "gone.py")
+
+
+def test_autocast_is_for_the_device_of_the_model_where_the_batch_has_no_name(script):
+    script.write_text(SCRIPT.replace("model(images)", "model(images.float())"))
+    after = as_source.write(plan("amp_bf16"), script).after
+    assert "with torch.autocast(next(model.parameters()).device.type, dtype=torch.bfloat16):" in after
 
 
 def test_every_change_that_is_written_is_in_the_table():

@@ -102,6 +102,13 @@ def test_neither_script_nor_command(here: Path) -> None:
         ScriptCommand.parse([])
 
 
+def test_the_word_for_the_newest_run_is_no_program_to_start(here: Path) -> None:
+    """`last` is on most machines, and was started by `advisor memory last`."""
+    (here / "train.py").write_text("")
+    with pytest.raises(AdvisorError, match=r"`last` names a run.*train\.py"):
+        ScriptCommand.parse(["last"])
+
+
 def test_a_program_is_the_shells_or_else_that_beside_the_interpreter(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
