@@ -92,10 +92,15 @@ def test_sections_and_findings(applied):
         assert part in text, part
 
 
+def whole(text: str) -> str:
+    """The page with its commands in one piece: their words are marked, so that a line breaks between them alone."""
+    return re.sub(r'<span class="word">([^<]*)</span>', r"\1", text)
+
+
 def test_trials_are_left_out_of_a_profile():
     text = report_html(samples.resnet50(), samples.findings(), None)
     assert 'id="trials"' not in text
-    assert "advisor apply --auto train_imagenet.py" in text
+    assert "advisor apply --auto train_imagenet.py" in whole(text)
 
 
 def test_every_table_has_headers_and_every_chart_a_label(applied):
@@ -168,7 +173,7 @@ def test_script_is_small(applied):
 
 
 def test_a_finding_says_the_whole_command_that_tries_it(applied):
-    assert "<code>advisor apply --auto --only amp_bf16 train_imagenet.py --arch resnet50" in applied
+    assert "<code>advisor apply --auto --only amp_bf16 train_imagenet.py --arch resnet50" in whole(applied)
 
 
 def test_on_a_cpu_an_operator_is_named_once():
@@ -209,3 +214,9 @@ def test_a_change_without_places_has_no_list_of_them():
     assert "fused batch norm" in text
     assert "Took effect" not in text
     assert "as before" not in text
+
+
+def test_a_command_breaks_between_its_words_alone(applied):
+    """A browser breaks "--auto" behind its dashes, and a phone showed "-" and "-auto" on two lines."""
+    assert '<span class="word">--auto</span> ' in applied
+    assert re.search(r"\.word \{[^}]*display: inline-block", applied)
