@@ -382,6 +382,7 @@ class StepWatcher:
             loss=self._loss.take(),
             elements=interval.elements,
             draws=tuple(training.draws or ()),
+            cpu_ns=time.process_time_ns(),
         )
         if training.draws is not None:
             training.draws.clear()

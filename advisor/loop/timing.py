@@ -28,6 +28,8 @@ class StepTimes:
     positions: tuple[int, ...] = ()  # index of the interval's closing boundary in the sequence given
     excluded: dict[str, int] = field(default_factory=dict)
     every_us: tuple[float, ...] = ()  # wall time of every interval, those left out included
+    every_waited_us: tuple[float, ...] = ()  # of each of these, as `waited_us`
+    every_cpu_us: tuple[float, ...] = ()  # and what all threads of the process computed in it
     held: tuple[str, ...] = ()  # of each of these why it was left out; "" for a clean one
 
     @property
@@ -49,6 +51,7 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
     wall, events, waited, positions, excluded = [], [], [], [], Counter[str]()
     if boundaries and boundaries[-1].event is not None:
         boundaries[-1].event.synchronize()
+    every_waited = [math.fsum(map(_waited_us, boundary.draws)) for boundary in boundaries[1:]]
     for position in range(1, len(boundaries)):
         before, after = boundaries[position - 1], boundaries[position]
         if not after.clean:
@@ -57,7 +60,7 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
         if after.event is not None and before.event is not None:
             events.append(before.event.elapsed_time(after.event) * 1e3)
         wall.append((after.host_ns - before.host_ns) / 1e3)
-        waited.append(math.fsum(map(_waited_us, after.draws)))
+        waited.append(every_waited[position - 1])
         positions.append(position)
     if len(events) != len(wall):
         events = []  # the device became known in between: two kinds of time do not mix
@@ -68,6 +71,8 @@ def step_times(boundaries: Sequence[StepEvent]) -> StepTimes:
         positions=tuple(positions),
         excluded=dict(excluded),
         every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(boundaries)),
+        every_waited_us=tuple(every_waited),
+        every_cpu_us=tuple((b.cpu_ns - a.cpu_ns) / 1e3 for a, b in itertools.pairwise(boundaries)),
         held=tuple("" if b.clean else b.reason for b in boundaries[1:]),
     )
 

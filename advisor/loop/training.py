@@ -46,7 +46,8 @@ class StepEvent:
     last boundary holds anything but one training step: an epoch boundary, evaluation, another batch size, a compile;
     `reason` then says which. `loss` is the detached loss tensor of the step's last backward, or None. `elements` is how many
     the tensors have together that the script gave its models in training mode; 0 where that was not seen. `draws` are the batches
-    drawn since the last boundary, where somebody wants them (`Training.draws`).
+    drawn since the last boundary, where somebody wants them (`Training.draws`). `cpu_ns` is what all threads of this process have computed
+    until then; 0 where that was not seen.
     """
 
     index: int
@@ -57,6 +58,7 @@ class StepEvent:
     loss: torch.Tensor | None = None
     elements: int = 0
     draws: tuple[Draw, ...] = ()
+    cpu_ns: int = 0
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,9 @@ from statistics import fmean
 
 from advisor.trials.records import Measurement
 
+LEAST_TURNS = 2  # of a run whose steps are taken by whole turns of its loader's workers
+NO_WAIT_FRAC = 0.03  # of the mean step: a wait shorter than this is none
+
 
 def every_us(arms: Sequence[Sequence[Measurement]]) -> list[list[list[float]]]:
     """Times of every step, of as many of each run; what the script does between some steps weighs alike in all of them.
@@ -32,6 +35,37 @@ def every_us(arms: Sequence[Sequence[Measurement]]) -> list[list[list[float]]]:
                 more = rate * (fmean(own[reason]) if reason in own else usual)
                 steps[:] = [us + more for us in steps]
     return found
+
+
+def in_turns(arms: Sequence[Sequence[Measurement]]) -> list[list[list[float]]] | None:
+    """The mean step of each whole turn of the loader's workers; None where a run has too few turns, or its loader no workers to take turns.
+
+    Workers deliver one batch each in turn, so the last of them comes late and the others at once: of twenty steps behind six workers three
+    take half a second and the others a tenth, and a window that ends one step later has four. From one batch of a worker to its next takes
+    what that worker needs, wherever the turn begins. Steps before the first wait are left out where a run waits at all: they were fed by
+    what had been made during the start and its first, longer steps.
+    """
+    count = min((len(run.every_us) for arm in arms for run in arm), default=0)
+    found = []
+    for arm, of_arm in zip(arms, every_us(arms), strict=True):
+        turned = [_turns(steps, run, count) for steps, run in zip(of_arm, arm, strict=True)]
+        if not all(turned):
+            return None
+        found.append(turned)
+    return found
+
+
+def _turns(steps: Sequence[float], run: Measurement, count: int) -> list[float]:
+    """Of one run; empty where there are too few."""
+    if run.workers < 2:
+        return []
+    waits = [us > NO_WAIT_FRAC * fmean(steps) for us in run.waited_us[:count]]
+    first = waits.index(True) + 1 if any(waits) else 0
+    turns = (count - first) // run.workers
+    if turns < LEAST_TURNS:
+        turns = count // run.workers
+    starts = range(count - turns * run.workers, count, run.workers)
+    return [fmean(steps[at : at + run.workers]) for at in starts] if turns >= LEAST_TURNS else []
 
 
 def _held(run: Measurement, count: int) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import dataclasses
 import importlib.util
-import itertools
 import os
 import random
 import sys
@@ -30,11 +29,15 @@ from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, records
 from advisor.trials.kept import KeptChanges
+from advisor.trials.statistics import WAITS_FRAC
 
 UNCLEAN_FACTOR = 3  # not all of the steps need be clean
 MOST_FACTOR = 10  # of the steps ordered are taken where `timed_s` is longer than these
 # What comes by the script's own schedule, whatever is on: how often it falls among the timed steps is chance. A recompilation is the change's.
 SCHEDULED = frozenset({EPOCH, EVALUATION, SHAPES, BACKWARDS})
+# A loop that waits for its loader is timed until each worker has delivered so many batches, or for so long: workers deliver in turn, and what is
+# no whole number of turns tells of chance alone.
+TURNS, TURNS_S = 5, 8.0
 RANKS_FACTOR = 2  # of the steps ordered are taken where several processes train together
 
 
@@ -170,8 +173,15 @@ class MeasureDriver:
         if not self._boundaries:
             return False
         timed_s = (self._boundaries[-1].host_ns - self._boundaries[0].host_ns) / 1e9
+        if timed_s < TURNS_S and self._waits(timed_s) and self._clean < TURNS * loader_workers(self.training):
+            return False
         wanted = self.session.steps * (1 if timed_s >= self.session.timed_s else MOST_FACTOR)
         return self._clean >= wanted or len(self._boundaries) > UNCLEAN_FACTOR * wanted + 1
+
+    def _waits(self, timed_s: float) -> bool:
+        """Whether the script stood in its loaders' `next()` for a good part of these seconds."""
+        drawn = (draw for boundary in self._boundaries[1:] for draw in boundary.draws)
+        return sum(draw.after[1] - draw.before[1] for draw in drawn) / 1e9 > WAITS_FRAC * timed_s
 
     def _at_exit(self) -> None:
         self._boundaries = max(self._boundaries, self._unsettled, key=len)
@@ -207,13 +217,21 @@ def measurement(training: Training, boundaries: Sequence[StepEvent], losses: Seq
         step_us=times.step_us,
         wall_us=times.wall_us,
         device_us=times.device_us,
-        every_us=tuple((b.host_ns - a.host_ns) / 1e3 for a, b in itertools.pairwise(boundaries)),
+        every_us=times.every_us,
+        waited_us=times.every_waited_us,
+        cpu_us=times.every_cpu_us if all(b.cpu_ns for b in boundaries) else (),
+        workers=loader_workers(training),
         held=tuple(b.reason if b.reason in SCHEDULED else "" for b in boundaries[1:]),
         losses=tuple(losses),
         batch_size=training.batch_size,
         model_hash=planfile.model_hash(root.module for root in training.roots),
         kernels=tuple(sorted(nvrtc.launched)),
     )
+
+
+def loader_workers(training: Training) -> int:
+    """The most workers that a loader of this training has; each delivers one batch in turn."""
+    return max((getattr(loader, "num_workers", 0) for loader in training.loaders), default=0)
 
 
 def loaded(watched: Sequence[str]) -> tuple[str, ...]:

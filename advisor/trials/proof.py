@@ -11,7 +11,7 @@ from advisor.core.plan import PlanItem
 from advisor.core.units import bounds_text
 from advisor.core.verdict import Check, StackVerdict
 from advisor.trials import losses, planner
-from advisor.trials.flow import every_us
+from advisor.trials.flow import every_us, in_turns
 from advisor.trials.records import Measurement
 from advisor.trials.statistics import WAITS_FRAC, bursty, process_speedup
 
@@ -23,8 +23,9 @@ LOADER, HOST = "its loader", "the host's launches"
 # One run of each says enough where its steps are certainly faster by so much: two processes of one kind differ by 1 to 2 %
 # (docs/notes/proof.md#how-far-two-processes-tell), and the interval of one and one is made wider by what two of each kind may.
 CLEAR, APART = 1.1, 0.04
-# Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower.
-NOT_SLOWER = 0.97
+# Where the device's time decides, the clock on the wall has to say at least this: lower, and the training may be slower. And its
+# interval leaves out what would be much slower.
+NOT_SLOWER, NOT_MUCH_SLOWER = 0.97, 0.85
 NOT_FASTER, TOO_NOISY = "not faster", "too noisy to confirm"
 
 
@@ -96,9 +97,10 @@ def ratio(
         bounds = _widened(process_speedup(slow_own, fast_own, alike=alike), arms)
         return Ratio(bounds, tuple(map(median, slow_own)), tuple(map(median, fast_own)))
     flow = flow or any(bursty(m.step_us) for m in (*slow, *fast))
-    slow_steps, fast_steps = every_us(arms) if flow else [[m.step_us for m in runs] for runs in arms]
+    turned = in_turns(arms) if flow else None
+    slow_steps, fast_steps = turned or (every_us(arms) if flow else [[list(m.step_us) for m in runs] for runs in arms])
     centre = fmean if flow else median
-    bounds = _widened(process_speedup(slow_steps, fast_steps, means=flow, alike=alike), arms)
+    bounds = _widened(process_speedup(slow_steps, fast_steps, means=flow, alike=alike, turns=turned is not None), arms)
     return Ratio(bounds, tuple(map(centre, slow_steps)), tuple(map(centre, fast_steps)))
 
 
@@ -137,6 +139,7 @@ def judge(
     fed_only = flow and all(item.transform in planner.RESTARTED for item in kept)
     waits = waits_for(plain, stack) if not fed_only else ""
     own = ratio(plain, stack, flow=False, device=True).bounds if waits else None
+    as_fed = not flow and takes_no_more(plain, stack)
     check = _trained_alike(plain, stack, kept)
     # Steps whose loss cannot be seen (hand-written gradients) have the numeric gate of each change as their proof.
     passed: bool | None = True
@@ -145,9 +148,10 @@ def judge(
         passed, detail = None, "too few steps were timed in fresh runs"
     elif check.passed is False:
         passed = False
-    elif low <= 1.0 and own is not None and own[0] > 1.0 and point >= NOT_SLOWER:
+    elif low <= 1.0 and own is not None and own[0] > 1.0 and not_slower(found.bounds, as_fed):
         told = f"the device's time is {own[1]:.2f}× shorter ({bounds_text(own[0], own[2])})"
-        detail = f"{told}; the step waits for {waits} ({point:.2f}×, {between}); {check.detail}"
+        rate = ", whose rate these changes leave as it is" if as_fed and waits == LOADER else ""
+        detail = f"{told}; the step waits for {waits}{rate} ({point:.2f}×, {between}); {check.detail}"
     elif low <= 1.0:
         # Above 1 but not beyond noise leaves it open, and so does a device that needs less time; more runs may tell.
         less_work = own is not None and own[0] > 1.0 and (high or 0.0) >= 1.0
@@ -174,6 +178,33 @@ def judge(
         losses_stack=stack[0].losses,
         kernels=tuple(sorted({name for run in stack for name in run.kernels})),
     )
+
+
+def not_slower(bounds: tuple[float, float, float] | None, as_fed: bool) -> bool:
+    """Whether a training whose device has less to do is no slower for it, by these bounds of the step on the wall.
+
+    Args:
+        as_fed: no change touches the loader, and the script's process computes no more a step. The loader's rate, or the host's, then bounds
+            the step as before, and how the runs differ tells of the machine: from one process to the next a loader's rate differs by tens of per
+            cent. Only what is certainly slower counts.
+    """
+    if bounds is None:
+        return False
+    low, point, high = bounds
+    return high >= 1.0 if as_fed else point >= NOT_SLOWER and low >= NOT_MUCH_SLOWER
+
+
+def takes_no_more(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> bool:
+    """Whether the script's own process takes no more of the processors a step in any run of the plan than in a plain one: then a loader that
+    was not changed itself delivers at the rate that it had.
+
+    What is taken more, up to `1 - NOT_SLOWER` of a step, could at worst come from the core of one worker, and would make its batches, and so the
+    step, later by no more than that. False where nobody saw.
+    """
+    if not all(m.cpu_us for m in (*plain, *stack)):
+        return False
+    more_us = max(fmean(m.cpu_us) for m in stack) - min(fmean(m.cpu_us) for m in plain)
+    return more_us <= (1.0 - NOT_SLOWER) * fmean(fmean(m.every_us) for m in plain)
 
 
 def waits_for(plain: Sequence[Measurement], stack: Sequence[Measurement]) -> str:

@@ -107,6 +107,9 @@ class Measurement:
     kernel_us: tuple[float, ...] = ()  # of steps behind these, for how long any kernel ran; empty where nobody asked
     every_us: tuple[float, ...] = ()  # wall time of every step after the warm-up, epoch starts and evaluations included
     held: tuple[str, ...] = ()  # of each of them, what the script did beside a usual step; "" for nothing
+    waited_us: tuple[float, ...] = ()  # of each of them, for how long the device had nothing to do in loaders' `next()`
+    cpu_us: tuple[float, ...] = ()  # in each of them, what all threads of the script's own process computed
+    workers: int = 0  # of its loader, which deliver one batch each in turn
     losses: tuple[float, ...] = ()
     batch_size: int = 0
     model_hash: str = ""

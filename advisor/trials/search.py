@@ -77,6 +77,9 @@ def begin(
     processes = SearchProcesses(script, budget, runs, options.min_gain, options.max_pairs, noise)
     if profile is not None:
         _from_before(processes, profile)
+    if profile is not None and profile.environment.shared_gpu:
+        script.notes.append(SHARED)
+        say(SHARED)
     if noise is not None:
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
@@ -108,6 +111,12 @@ def _from_before(processes: SearchProcesses, profile: StepProfile) -> None:
     processes.before = proved_before.find(profile)
     if processes.before is not None:
         script.say(proved_before.told(processes.before))
+
+
+SHARED = (
+    "another process uses this GPU: all times here hold some of its work. End it, or take another GPU by CUDA_VISIBLE_DEVICES; "
+    "a script may set that itself"
+)
 
 
 def _tells(noise: float, step_s: float) -> str:

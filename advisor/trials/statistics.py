@@ -37,7 +37,7 @@ EARLY_STAGES = (3, *STAGES)
 # A block lasts this long, so that a timer, a straggler or a clock step weighs little in its median ...
 BLOCK_S = 0.15
 # ... but has steps enough for a median, and not more than a fast loop needs.
-MIN_STEPS, MAX_STEPS = 3, 30
+MIN_STEPS, MAX_STEPS, LEAST_IN_BLOCK = 3, 30, 3  # the last: of a block of a fresh process
 # A noisy machine's blocks come in up to so many parts, which alternate with the other arm's: 20 pairs of six parts of 0.08 s take 20 s, or
 # half a minute where a step takes 30 ms. A gain that must be told apart more finely than the default threshold does not ask for more.
 MOST_PARTS, LEAST_GAIN = 6, 0.01
@@ -47,9 +47,7 @@ PROCESS_STAGES = (3, 4, 6)
 # Steps this many times longer or shorter than the median are no stragglers of one kind of step when they make up more than
 # this share: a loader with eight workers delivers every eighth batch late.
 BURST_RATIO, BURST_SHARE = 1.5, 0.08
-# Blocks with bursts that make medians meaningless, as a share of all.
-BURSTY_BLOCKS = 0.25
-
+BURSTY_BLOCKS = 0.25  # with bursts that make medians meaningless, of all
 
 # A device that waits for its loader for this share of a step or more: what a change saves of the device's own time decides then, which
 # is steady where the waits are not. Below it a wait is too short to hide much, and the step itself decides.
@@ -313,6 +311,7 @@ def process_speedup(
     *,
     means: bool = False,
     alike: bool = False,
+    turns: bool = False,
     confidence: float = CONFIDENCE,
 ) -> tuple[float, float, float] | None:
     """Speed-up (low, point, high) of fresh processes, from each process's step times: plain over stack.
@@ -328,10 +327,11 @@ def process_speedup(
         alike: the arms' steps hardly differ, and so take the same course from a process's first step on: under the power cap a ResNet-50
             on an H200 slows down by 4 % within thirty steps, in each run. Steps are then compared with those of the same place, and an arm
             of one process is as uncertain as the other's processes are apart.
-        Either compares as many steps of each run as the shortest has.
+            Either compares as many steps of each run as the shortest has.
+        turns: each time is that of a whole turn of loader workers; one may be a block.
     """
     arms = _same_lengths(plain, stack) if alike or means else [_usable(plain), _usable(stack)]
-    logs = [[block_logs(_blocks(steps), means=means) for steps in arm if steps] for arm in arms]
+    logs = [[block_logs(_blocks(steps, turns), means=means) for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
     freedoms = [sum(map(len, arm)) - 1 for arm in logs]
@@ -356,8 +356,7 @@ def process_speedup(
         errors.append(of_blocks + of_processes)
         beyond += of_processes - of_blocks
         differences.append(math.fsum(middles) / len(middles))
-    difference = differences[0] - differences[1]
-    total = errors[0] + errors[1]
+    difference, total = differences[0] - differences[1], math.fsum(errors)
     if total == 0.0:
         return math.exp(difference), math.exp(difference), math.exp(difference)
     beyond = 0.0 if alike else max(0.0, beyond)
@@ -392,8 +391,8 @@ def _without_course(processes: Sequence[list[float]]) -> float:
     return count / (count - 1)
 
 
-def _blocks(steps: Sequence[float], most: int = 6) -> list[Sequence[float]]:
-    """Up to `most` runs of neighbouring steps, as equal as can be, at least three steps each where there are so many."""
-    count = max(1, min(most, len(steps) // 3))
+def _blocks(steps: Sequence[float], turns: bool = False, most: int = 6) -> list[Sequence[float]]:
+    """Up to `most` runs of neighbouring steps, as equal as can be, at least three steps each where there are so many, or one turn."""
+    count = max(1, min(most, len(steps) // (1 if turns else LEAST_IN_BLOCK)))
     ends = [len(steps) * i // count for i in range(count + 1)]
     return [steps[start:end] for start, end in pairwise(ends)]

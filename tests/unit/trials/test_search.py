@@ -701,6 +701,21 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
     assert "fault in advisor" in " ".join(shown[:4])
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_search_beside_another_process_on_the_gpu_says_so(script, shared):
+    """A DeepLabV3+ that sets CUDA_VISIBLE_DEVICES itself ran on the GPU of a RepLKNet: steps of 155 and of 290 ms, and nothing said why."""
+    told = []
+    profiled = StepProfile(
+        script="train.py", argv=(), created="now", environment=Environment(device="cuda", shared_gpu=shared),
+        step_kind="optimizer", step_us=None, wall_us=None,
+    )  # fmt: skip
+    log, _, _ = searches.searched(
+        COMMAND, [], profiled, run_dir=script.run_dir, say=told.append, launch=lambda *_, **__: Exit(code=0)
+    )
+    assert any("another process uses this GPU" in line for line in told) is shared
+    assert any("CUDA_VISIBLE_DEVICES" in note for note in log.notes) is shared
+
+
 def test_a_fault_in_the_plain_script_of_the_comparison_ends_it(script):
     script.verdicts = {"tf32": "kept"}
     script.step_us = {(): Exit(code=0, reached=WaitStage.STEPS, fault="KeyError: 1"), ("tf32",): 500.0}
