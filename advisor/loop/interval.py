@@ -86,6 +86,7 @@ class Usual:
         if self.changed:
             reasons.append(PATTERN)
             self.changed = False
+            self._forget()
         compiles = compiled_graphs()
         if compiles != self._compiles:
             self._compiles = compiles
@@ -102,13 +103,19 @@ class Usual:
             if counts[interval.backwards] >= counts[usual]:
                 self.backwards = interval.backwards
             self.closure_steps |= interval.closure
-            if self.intervals > MIN_INTERVALS and interval.backwards != usual and not self.closure_steps:
+            known = self.intervals > MIN_INTERVALS and counts.total() > 1
+            if known and interval.backwards != usual and not self.closure_steps:
                 reasons.append(BACKWARDS)
             if self._other_shapes(interval.signature):
                 reasons.append(SHAPES)
         if self.disturbed:
             reasons.append(OWN)
         return reasons[0] if reasons else ""
+
+    def _forget(self) -> None:
+        """Another pattern makes another step of the same training: what the old one's were like says nothing of it."""
+        self.backwards, self._backward_counts = 0, Counter()
+        self._usual_signature, self._signatures = (), Counter()
 
     def _other_shapes(self, signature: tuple[tuple[int, ...], ...]) -> bool:
         counts = self._signatures

@@ -149,7 +149,7 @@ class Trial:
         loop = self.loop
         transform = self.transform = loop.transform(self.candidate.transform)
         self._batches.start()
-        captured = yield from self._capture(transform)
+        missing = yield from self._capture(transform)
         fed = None if self._proved else self._batches.fed()
         self._batches.stop()
         refused = self._match(transform)
@@ -165,9 +165,9 @@ class Trial:
             loop.spent.enter(spent.TRACE)
             loop.traced = yield from traced_step(loop)
             loop.spent.enter(spent.LOOK)
-            captured = yield from self._capture(transform)
+            missing = yield from self._capture(transform)
         if not self._proved:
-            refused = self._judge(transform, switch, captured)
+            refused = self._judge(transform, switch, missing)
             if refused is not None:
                 return refused
         refused = yield from self._settle(switch, fed)
@@ -213,18 +213,23 @@ class Trial:
 
     # -- numeric gate -----------------------------------------------------------------------------------------------
 
-    def _capture(self, transform: Transform) -> Generator[None, StepEvent, bool]:
+    def _capture(self, transform: Transform) -> Generator[None, StepEvent, str]:
+        """Record a step to replay; why there is none, "" where there is one."""
+        odd = ""
         for _ in range(CAPTURE_TRIES):
             self._gate.arm(guides=transform.guides)
             event = yield
-            if self._gate.captured() and event.reason not in (SHAPES, BACKWARDS):
-                return True
-        return False
+            odd = event.reason if event.reason in (SHAPES, BACKWARDS) else ""
+            if self._gate.captured() and not odd:
+                return ""
+        if odd:
+            return f"{CAPTURE_TRIES} steps were recorded, none like most others: the last had {odd}"
+        return "no model call with gradients was seen to replay"
 
-    def _judge(self, transform: Transform, switch: Switch, captured: bool) -> Verdict | None:
+    def _judge(self, transform: Transform, switch: Switch, missing: str) -> Verdict | None:
         self._enter(spent.GATE, "gate")
-        numerics = Check(passed=None, detail="no model call with gradients was seen to replay")
-        if captured:
+        numerics = Check(passed=None, detail=missing)
+        if not missing:
             with self.limit.alarm():
                 result = self._gate.judge(
                     switch.on, switch.off, transform.semantics, precision_of(transform), computes_in(self.loop)

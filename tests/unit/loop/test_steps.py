@@ -257,6 +257,28 @@ def test_a_gan_steps_once_a_round(loop: Loop, critics: int) -> None:
     assert {root.name for root in loop.training.roots} == {"Linear", "Linear#2"}
 
 
+def test_what_steps_are_like_is_learnt_anew_where_another_pattern_is_found(loop: Loop) -> None:
+    """A WGAN whose short epochs end in the middle of a round: no period lasts, and each update of the critic becomes a step. Most of
+    these have one backward pass; those with six are the past.
+    """
+    generator, critic = nn.Linear(2, 3), nn.Linear(3, 1)
+    for_generator, for_critic = sgd(generator), sgd(critic)
+    for batch in [number for _ in range(6) for number in range(58)]:
+        for_critic.zero_grad()
+        critic(torch.randn(4, 3)).sum().backward()
+        for_critic.step()
+        if batch % 5 == 0:
+            for_generator.zero_grad()
+            critic(generator(torch.randn(4, 2))).sum().backward()
+            for_generator.step()
+    assert loop.watcher.pattern_length == 1
+    assert loop.watcher.usual.backwards == 1
+    reasons = [event.reason for event in loop.events]
+    since = reasons[len(reasons) - reasons[::-1].index(interval.PATTERN) :]
+    assert len(since) > 20
+    assert 4 * since.count(interval.BACKWARDS) <= len(since)  # one in five: the critic's update behind the generator's
+
+
 def test_regularisation_in_some_rounds_does_not_keep_steps_from_being_found(loop: Loop) -> None:
     """StyleGAN2: a further update of G in every fourth round and of D in every sixteenth; the period has 37 calls."""
     generator, critic = nn.Linear(2, 2), nn.Linear(2, 2)
