@@ -149,7 +149,7 @@ class Trial:
         loop = self.loop
         transform = self.transform = loop.transform(self.candidate.transform)
         self._batches.start()
-        missing = yield from self._capture(transform)
+        missing = yield from step_to_replay(self._gate, guides=transform.guides)
         fed = None if self._proved else self._batches.fed()
         self._batches.stop()
         refused = self._match(transform)
@@ -165,7 +165,7 @@ class Trial:
             loop.spent.enter(spent.TRACE)
             loop.traced = yield from traced_step(loop)
             loop.spent.enter(spent.LOOK)
-            missing = yield from self._capture(transform)
+            missing = yield from step_to_replay(self._gate, guides=transform.guides)
         if not self._proved:
             refused = self._judge(transform, switch, missing)
             if refused is not None:
@@ -212,19 +212,6 @@ class Trial:
         return [s for s in standing if s.transform.id in names]
 
     # -- numeric gate -----------------------------------------------------------------------------------------------
-
-    def _capture(self, transform: Transform) -> Generator[None, StepEvent, str]:
-        """Record a step to replay; why there is none, "" where there is one."""
-        odd = ""
-        for _ in range(CAPTURE_TRIES):
-            self._gate.arm(guides=transform.guides)
-            event = yield
-            odd = event.reason if event.reason in (SHAPES, BACKWARDS) else ""
-            if self._gate.captured() and not odd:
-                return ""
-        if odd:
-            return f"{CAPTURE_TRIES} steps were recorded, none like most others: the last had {odd}"
-        return "no model call with gradients was seen to replay"
 
     def _judge(self, transform: Transform, switch: Switch, missing: str) -> Verdict | None:
         self._enter(spent.GATE, "gate")
@@ -403,3 +390,17 @@ class Trial:
         """The next part begins: `phase` is its time's, `named` its name on disk, should the process die in it."""
         self.loop.spent.enter(phase)
         self.loop.note(dataclasses.replace(self.current, phase=named))
+
+
+def step_to_replay(gate: Gate, *, guides: bool) -> Generator[None, StepEvent, str]:
+    """Record a step for the gate, like most others; why there is none, "" where there is one."""
+    odd = ""
+    for _ in range(CAPTURE_TRIES):
+        gate.arm(guides=guides)
+        event = yield
+        odd = event.reason if event.reason in (SHAPES, BACKWARDS) else ""
+        if gate.captured() and not odd:
+            return ""
+    if odd:
+        return f"{CAPTURE_TRIES} steps were recorded, none like most others: the last had {odd}"
+    return "no model call with gradients was seen to replay"

@@ -8,12 +8,12 @@ from typing import Any, cast
 import pytest
 
 from advisor.loop.interval import BACKWARDS
-from advisor.trials.live.trial import CAPTURE_TRIES, Trial
+from advisor.trials.live.trial import CAPTURE_TRIES, step_to_replay
 
 
 def _captured(reasons: list[str], *, called: bool) -> str:
     gate = SimpleNamespace(arm=lambda guides: None, captured=lambda: called)
-    course = Trial._capture(cast(Any, SimpleNamespace(_gate=gate)), cast(Any, SimpleNamespace(guides=False)))
+    course = step_to_replay(cast(Any, gate), guides=False)
     try:
         next(course)
         for reason in reasons:
