@@ -49,6 +49,7 @@ SCRIPTS: dict[str, tuple[str, ...]] = {
     "resnext50_32x4d_b256": ("imagenet.py", "--arch", "resnext50_32x4d", "-b", "256", "--device-data"),
     "regnet_y_3_2gf_b256": ("imagenet.py", "--arch", "regnet_y_3_2gf", "-b", "256", "--device-data"),
     "densenet121_b256": ("imagenet.py", "--arch", "densenet121", "-b", "256", "--device-data"),
+    "edsr256_b16": ("superres.py", "--residual", "--width", "256", "--blocks", "32", "--patch", "48"),
     # Of those who keep fp32's own precision: nothing is tried, by hand neither, that has fewer bits.
     "strict_fp32_resnet_b128": ("imagenet.py", "--arch", "resnet50", "-b", "128", "--device-data", STRICT),
     "strict_fp32_unet_b32": ("unet.py", "--workers", "12", "--epochs", "200", STRICT),

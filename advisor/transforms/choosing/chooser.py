@@ -7,6 +7,7 @@ While a CUDA graph is captured nothing is timed: what the calls before have chos
 
 from __future__ import annotations
 
+import math
 import platform
 import warnings
 from collections import Counter
@@ -217,9 +218,8 @@ class Chooser:
 
     def _least_us(self, direction: str, operands: tuple[torch.Tensor, ...], numbers: Numbers) -> float:
         """What this machine needs for the bytes, beyond what its L2 holds. Operations bound nothing here: Winograd takes fewer."""
-        nbytes = sum(t.numel() * t.element_size() for t in operands)
-        if direction != WEIGHT and max(numbers.stride) > 1:
-            return 0.0  # a stride may step over what it need not read
+        *others, x, weight = (t.numel() * t.element_size() for t in operands)
+        nbytes = sum(others) + x * _read(operands[-1], numbers) + weight
         if nbytes <= self._machine.l2_bytes or self._machine.rates_doubt:
             return 0.0
         return limit_us(self._machine, nbytes=float(nbytes), flops=0.0, dtype=dtype_name(operands[0].dtype))
@@ -242,6 +242,11 @@ class Chooser:
             self.allowed.value,
         )
         return " ".join(str(part).replace(" ", "") for part in parts)
+
+
+def _read(weight: torch.Tensor, numbers: Numbers) -> float:
+    """The share of an input that taps reach: a stride beyond them steps over the rest."""
+    return math.prod(min(1.0, k / s) for k, s in zip(weight.shape[2:], numbers.stride, strict=True))
 
 
 def _numbers(x: torch.Tensor, arguments: Sequence[Any]) -> Numbers | None:

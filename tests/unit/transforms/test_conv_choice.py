@@ -209,6 +209,15 @@ def test_a_time_below_the_speed_of_light_is_refused(running) -> None:
     assert "error: as usual took 100 µs, and this machine needs" in choice.refused["nhwc"]
 
 
+def test_what_a_stride_steps_over_is_no_byte_to_move(running) -> None:
+    """Seen on an H200: a 1 x 1 of stride 2 reads a fourth of its input, and its weight's gradient took less than all of it would."""
+    slow = Environment(copy_gbps=3e-3)  # 300 bytes in the 100 us that the usual way takes, of 664
+    found = running(Planted(nhwc_wins), slow)
+    weight = torch.randn(2, 2, 1, 1, requires_grad=True)
+    F.conv2d(torch.randn(1, 2, 9, 9), weight, stride=3).sum().backward()
+    assert not [why for choice in found.chosen.values() for why in choice.refused.values() if why.startswith("error:")]
+
+
 def test_a_way_that_is_wrong_is_not_taken(running, monkeypatch: pytest.MonkeyPatch) -> None:
     made = choosing.ways.made_forward
     monkeypatch.setattr(
