@@ -13,6 +13,7 @@ each GPU with the same batch:
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import json
 import os
@@ -152,7 +153,12 @@ def run(*, pattern: str, out: Path | None, limit_s: float, runs: Path | None, sa
                     continue
                 _file(target, row)
                 say(told(row))
-                if case.way == ONE and case.training in FORETOLD and case.sent != AS_WRITTEN:
+                # What follows starts more processes: the row is written by now.
+                if case.ranks > 1 and case.way != SAME and case.sent != AS_WRITTEN:
+                    row = _foretold(row, case, place_of_runs, say)
+                    _file(target, row)
+                    say(told(row))
+                elif case.way == ONE and case.training in FORETOLD and case.sent != AS_WRITTEN:
                     _profiled(words_of(case, examples)[0], plan, place_of_runs / case.training, limit_s, say)
         finally:
             os.chdir(home)
@@ -238,8 +244,6 @@ def _measured(
     timed = _timed(_command(case, words, home), items, home, limit_s)
     each_us = [us for us, held in zip(timed.every_us, timed.held, strict=True) if not held]
     found = batch * case.ranks / statistics.fmean(each_us) * 1e6
-    step_ms = batch * case.ranks / found * 1e3
-    predicted, link = (None, None) if case.ranks == 1 or not items else _predicted(case, folder, say)
     return ScalingRow(
         batch=batch,
         images_per_s=found,
@@ -247,9 +251,6 @@ def _measured(
         losses=(timed.losses[0], timed.losses[-1]) if timed.losses else (),
         kept=timed.applied,
         left_out=tuple(f"{name} ({why})" for name, why in timed.left_out.items()),
-        predicted_ms=predicted,
-        link=link,
-        off=sum(predicted) / 2 / step_ms - 1 if predicted is not None else None,
         **_facts(case, words),
     )
 
@@ -342,6 +343,15 @@ def _profiled(words: tuple[str, ...], items: Sequence[PlanItem], home: Path, lim
         storage.save(home / PROFILE_FILE, assemble(home, environment.probe(), exit_code=ended.code))
     except AdvisorError as error:
         say(f"no profile of one GPU: {error}")
+
+
+def _foretold(row: ScalingRow, case: ScalingCase, folder: Path, say: Say) -> ScalingRow:
+    """The row with what the profile of one GPU foretells, where that and the link are known."""
+    predicted, link = _predicted(case, folder, say)
+    if predicted is None:
+        return row
+    step_ms = row.batch * row.ranks / row.images_per_s * 1e3
+    return dataclasses.replace(row, predicted_ms=predicted, link=link, off=sum(predicted) / 2 / step_ms - 1)
 
 
 def _predicted(
