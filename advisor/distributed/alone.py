@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from advisor.distributed import norms
+from advisor.ops.batchnorm_act.over_ranks import of_one_rank
 from advisor.transforms.forward import REPLICATED, ForwardStack
 
 
@@ -29,7 +29,7 @@ def alone(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         for wrapper in wrappers:
             stack.enter_context(_unsent(wrapper))
         stack.enter_context(ForwardStack.without([m for root in roots for m in root.modules()], REPLICATED))
-        stack.enter_context(norms.of_one_rank())
+        stack.enter_context(of_one_rank())
         stack.enter_context(_one_process())
         yield
 

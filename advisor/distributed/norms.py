@@ -6,10 +6,8 @@ the same sums go through the ranks' group here.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,31 +16,15 @@ from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm
 
 from advisor.loop.patches import Patches
+from advisor.ops.batchnorm_act.over_ranks import Ranks
 
 
 def install(patches: Patches) -> None:
     """From now on all ranks' batches are one to a batch norm that trains."""
     replacement = _over_all_ranks(F.batch_norm)
-    replacement.synchronised = (
-        True  # to the kernels for it, which know one rank's samples (ops/batchnorm_act/rewrite.py)
-    )
+    replacement.synchronised = True  # to kernels that know one rank's samples (ops/batchnorm_act/rewrite.py)
     patches.replace(F, "batch_norm", replacement)
-
-
-class _Alone:
-    """While `on` a batch norm takes its own rank's statistics: alone.py."""
-
-    on = False
-
-
-@contextlib.contextmanager
-def of_one_rank() -> Iterator[None]:
-    """Inside, batch norms go by this rank's batch."""
-    before, _Alone.on = _Alone.on, True
-    try:
-        yield
-    finally:
-        _Alone.on = before
+    patches.replace(Ranks, "group", distributed.group.WORLD)
 
 
 def _over_all_ranks(plain: Any) -> Any:
@@ -57,7 +39,7 @@ def _over_all_ranks(plain: Any) -> Any:
         momentum: float = 0.1,
         eps: float = 1e-5,
     ) -> Any:
-        if _Alone.on or not training or not isinstance(input, torch.Tensor):
+        if Ranks.group is None or not training or not isinstance(input, torch.Tensor):
             return plain(input, running_mean, running_var, weight, bias, training, momentum, eps)
         function: Any = WithoutWaits if input.is_cuda else _OnCpu
         return function.apply(
@@ -68,8 +50,8 @@ def _over_all_ranks(plain: Any) -> Any:
             running_var,
             eps,
             0.1 if momentum is None else momentum,
-            distributed.group.WORLD,
-            distributed.get_world_size(),
+            Ranks.group,
+            distributed.get_world_size(Ranks.group),
         )
 
     return batch_norm

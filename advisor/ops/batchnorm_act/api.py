@@ -15,8 +15,10 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
-from advisor.ops.batchnorm_act import cuda, joined, reference, spec
+from advisor.ops.batchnorm_act import cuda, joined, over_ranks, reference, spec
 from advisor.ops.operation import ABOVE, NONE, OWN, Arguments, Gradients, Operation, Saved, Unread
+
+OVER_RANKS = "its statistics are those of all ranks"  # why a norm is left alone
 
 
 def unsupported(x: torch.Tensor, residual: torch.Tensor | None, activation: str, *, joins: bool = False) -> str:
@@ -117,7 +119,12 @@ def _forward(
     """y, with `forked` a second handle of it, saved statistics and mask, as `cuda.forward`, and the weight and the bias that there were not."""
     read = affine(x, weight, bias)
     norm = x, residual, running_mean, running_var, *read, momentum, eps, activation, slope
-    if _joined(x):
+    if over_ranks.Ranks.group is not None:
+        # The launch updates running statistics by this rank's samples: by these it gets none.
+        own = x, residual, None, None, *norm[4:]
+        running = running_mean, running_var, momentum, eps
+        y, saved, mask = cuda.forward(*own, moments=moments, between=lambda s: over_ranks.gathered(s, x, *running))
+    elif _joined(x):
         y, saved, mask = joined.forward(*norm)
     else:
         y, saved, mask = cuda.forward(*norm, way=way, moments=moments)
@@ -170,7 +177,10 @@ def _backward(above: tuple[torch.Tensor | None, ...], arguments: Arguments, save
     if len(given) == 2 and not all(map(is_nhwc, given)):
         given = [given[0] + given[1]]
     norm = x, statistics, mask, *_read(weight, bias, made), activation, slope, residual is not None
-    if _joined(x):
+    if over_ranks.over_all(statistics):
+        dy2 = nhwc(given[1]) if len(given) == 2 else None
+        found = cuda.backward(nhwc(given[0]), dy2, *norm, between=lambda c: over_ranks.add_up(c, statistics, x))
+    elif _joined(x):
         found = joined.backward(nhwc(given[0]), *norm)
     else:
         found = cuda.backward(nhwc(given[0]), nhwc(given[1]) if len(given) == 2 else None, *norm, way=way)
@@ -192,7 +202,11 @@ def _told(found: Sequence[torch.Tensor | None], arguments: Arguments) -> Gradien
 
 def _twice(above: tuple[torch.Tensor | None, ...], arguments: Arguments, saved: Saved) -> Gradients:
     x, residual, _, _, weight, bias, _, eps, activation, slope, *_ = arguments
-    _, mask, *made = saved
+    statistics, mask, *made = saved
+    if over_ranks.over_all(statistics):
+        raise RuntimeError(
+            "a batch norm over all ranks' samples cannot be differentiated twice: leave out fused_bn_act"
+        )
     first, *others = [dy for dy in above if dy is not None]
     dy = first + others[0] if others else first
     norm = *_read(weight, bias, made), mask, eps, activation, slope, residual is not None
@@ -213,12 +227,10 @@ def _refusal(
     variant: str = "",
 ) -> str:
     """Why PyTorch's own operations run; empty when the kernels do."""
-    wins = spec.wins(
-        activation=activation,
-        residual=residual is not None,
-        dtype=storage.name(x.dtype),
-        variant=variant or _variant(x, running_mean, weight, bias),
-    )
+    kind = variant or _variant(x, running_mean, weight, bias)
+    if over_ranks.Ranks.group is not None and kind == spec.JOINED:
+        return OVER_RANKS
+    wins = spec.wins(activation=activation, residual=residual is not None, dtype=storage.name(x.dtype), variant=kind)
     return dispatch.refusal(unsupported(x, residual, activation, joins=not variant), wins)
 
 

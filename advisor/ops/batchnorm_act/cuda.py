@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -235,6 +236,7 @@ def forward(
     in_place: bool = True,
     way: str | None = None,
     moments: torch.Tensor | None = None,
+    between: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Returns y (like x), saved fp32, and mask (bytes; None without a residual or an activation).
 
@@ -243,10 +245,11 @@ def forward(
 
     Without running statistics saved is [4, C] too, and its last two rows mean nothing. `way` is one of spec.WAYS, and TWO is taken
     where what it names cannot hold the rows; None takes what spec says is fastest. `moments` of x (ops/moments.py) spare two launches the
-    first's pass over x: they are taken whatever the way.
+    first's pass over x: they are taken whatever the way. `between` the two launches saved may become another: one launch has no such place.
     """
     arguments = x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
-    found = forward_at_once(*arguments, in_place=in_place, way=way) if moments is None else None
+    in_two = moments is not None or between is not None
+    found = None if in_two else forward_at_once(*arguments, in_place=in_place, way=way)
     if found is not None:
         return found
     weight, bias = aligned(weight), aligned(bias)
@@ -255,6 +258,7 @@ def forward(
     mask = mask_memory(x, activation, residual=residual is not None)
     stats, apply = _launches(FORWARD, x, activation, residual is not None)
     _statistics(stats, x, saved, running, updated, momentum, eps, moments)
+    saved = between(saved) if between is not None else saved
     apply.run(x, residual, saved, weight, bias, y, mask, behind=(slope,))
     return y, saved, mask
 
@@ -366,13 +370,17 @@ def backward(
     residual: bool,
     *,
     way: str | None = None,
+    between: Callable[[torch.Tensor], None] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dresidual (like x; None without a residual), dweight and dbias [C] fp32.
 
     dy, dy2: like x, channels_last; the caller makes them so. What came from above is their sum, or dy alone, which is dresidual
-    itself then where there is no activation. `way` as in `forward`; the two need not agree.
+    itself then where there is no activation. `way` as in `forward`; the two need not agree. `between` the two launches the means of the
+    gradient and of its product with x [2, C] may be changed.
     """
-    found = backward_at_once(dy, dy2, x, saved, mask, weight, bias, activation, slope, residual, way=way)
+    found = None
+    if between is None:
+        found = backward_at_once(dy, dy2, x, saved, mask, weight, bias, activation, slope, residual, way=way)
     if found is not None:
         return found
     weight, bias = aligned(weight), aligned(bias)
@@ -383,6 +391,8 @@ def backward(
     partial, coefficients = weight.new_empty(reduce.partials), weight.new_empty(2, x.shape[1])
     sums = dresidual, partial, nvrtc.tickets(x.device), coefficients, dweight, dbias
     reduce.run(dy, dy2, x, mask, saved, weight, bias, *sums, behind=(slope,))
+    if between is not None:
+        between(coefficients)
     above = (dresidual, None) if residual else (dy, dy2)
     apply.run(*above, x, saved, weight, bias, coefficients, dx, behind=(slope,))
     return dx, dresidual, dweight, dbias

@@ -71,17 +71,19 @@ class _Pattern:
         return spec.name(self.activation, self.residual is not None)
 
 
-def batch_norm(node: fx.Node, *, joins: bool = False, widens: bool = False) -> BatchNorm | str:
+def batch_norm(node: fx.Node, *, joins: bool = False, widens: bool = False, gathers: bool = False) -> BatchNorm | str:
     """The call's arguments, or why it is left alone.
 
     `joins`: in training rows may be taken for one, where channels are no whole vectors. `widens`: parameters may be in half precision.
+    `gathers`: statistics may be those of all ranks.
     """
     bound = match.bound(node, _PARAMETERS, _DEFAULTS)
     training, momentum = bound["training"], bound["momentum"]
     if not isinstance(training, bool):
         return "whether it is in training mode is not known"
-    if training and getattr(F.batch_norm, "synchronised", False):
-        return "its statistics are those of all ranks"
+    synchronised = training and getattr(F.batch_norm, "synchronised", False)
+    if synchronised and not gathers:
+        return api.OVER_RANKS
     statistics = [bound.get(name) is not None for name in ("running_mean", "running_var")]
     if any(statistics) != all(statistics):
         return "one running statistic without the other"
@@ -114,7 +116,7 @@ def batch_norm(node: fx.Node, *, joins: bool = False, widens: bool = False) -> B
     if dtype not in storage.STORAGE:
         return f"dtype {dtype}"
     joined = spec.joined(x.shape[1], dtype) > 1
-    if joined and not (joins and training):
+    if joined and (synchronised or not (joins and training)):
         return f"{x.shape[1]} channels are no multiple of {storage.vector_width(dtype)}"
     if not match.read_later(bound["input"], node):
         return "its input is changed in place elsewhere"
@@ -164,7 +166,7 @@ def rewrite(graph_module: fx.GraphModule, report: match.MatchReport, *, compiled
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not F.batch_norm:
             continue
-        norm, path = batch_norm(node, joins=True, widens=not compiled), match.path(node)
+        norm, path = batch_norm(node, joins=True, widens=not compiled, gathers=not compiled), match.path(node)
         if isinstance(norm, BatchNorm) and norm.variant and compiled:
             norm = f"{norm.variant}: left to Inductor"
         elif isinstance(norm, BatchNorm) and norm.shared and compiled:
