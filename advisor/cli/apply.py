@@ -68,7 +68,13 @@ Examples:
 @click.option("--only", multiple=True, metavar="ID", help="Try only this change (repeatable).")
 @click.option("--skip", multiple=True, metavar="ID", help="Do not try this change (repeatable).")
 @click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Keep a change only above this gain.")
-@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End the search after this time.")
+@click.option(
+    "--max-time",
+    type=Duration(),
+    default="10m",
+    show_default=True,
+    help="End the search after this time, from the script's first step on. The final comparison may take longer, at most as long again.",
+)
 @click.option(
     "--max-pairs",
     type=click.IntRange(min=3, max=20),

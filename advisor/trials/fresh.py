@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -35,13 +36,17 @@ TIMEOUT_S = 300.0
 
 @dataclass(slots=True, eq=False)
 class FreshRuns:
-    """Starts `script` for one measurement at a time; `trial_s` is what a first step with a change may take."""
+    """Starts `script` for one measurement at a time; `trial_s` is what a first step with a change may take.
+
+    `last_call` says until when one may run (`time.time()`), however slow the machine has become.
+    """
 
     script: Script
     trial_s: float
     step_s: float | None = None  # of the plain script
     settle_s: float = 0.0  # no step is timed before so many seconds behind the first
     kernel_steps: int = 0  # of so many steps the kernels' time is taken, behind those timed
+    last_call: Callable[[], float] = lambda: math.inf
     last_s: float = 0.0  # what the latest one took, its start included
     why_none: str = ""  # why the latest one without a measurement gave none
 
@@ -68,7 +73,10 @@ class FreshRuns:
         self.why_none = ""
         found = self._measured(phase, kept, turn, steps, watched)
         if found is None:
-            self.why_none = self.script.why_unmeasured
+            late = time.time() >= self.last_call() and not self.script.over
+            self.why_none = (
+                "it was ended, as its time was up; give it more with --max-time" if late else self.script.why_unmeasured
+            )
         return found
 
     def _measured(
@@ -89,7 +97,7 @@ class FreshRuns:
             settle_s=self.settle_s,
             kernel_steps=self.kernel_steps,
             seed=SEED + turn,
-            timeout_s=max(TIMEOUT_S, self.trial_s + GRACE_S),
+            timeout_s=min(max(TIMEOUT_S, self.trial_s + GRACE_S), max(1.0, self.last_call() - began)),
         )
         self.last_s = time.time() - began
         if ended.fault and not kept:

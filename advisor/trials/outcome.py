@@ -23,12 +23,13 @@ def log(
     seconds: float,
     proved_s: float | None = None,
     profiled_s: float = 0.0,
+    before_s: float = 0.0,
     complete: bool = True,
 ) -> TrialLog:
     """The verdicts on disk, the whole's, and where the time went.
 
     Args:
-        seconds: in all, `profiled_s` of them for a first profile.
+        seconds: in all, `profiled_s` of them for a first profile, and of those `before_s` before the script's first step.
         proved_s: until something was proved, from the script's first step on.
         complete: nothing was left to try.
     """
@@ -50,7 +51,7 @@ def log(
         files_written=written,
         seconds=seconds,
         proved_s=proved_s,
-        spent=spent.whole(seconds, {spent.PROFILE: profiled_s, **script.seconds}),
+        spent=spent.whole(seconds, {spent.BEFORE: before_s, spent.PROFILE: profiled_s - before_s, **script.seconds}),
         complete=complete,
         interrupted=script.interrupted,
         fault=script.fault,

@@ -104,7 +104,7 @@ class SearchProcesses:
             left = self._worth(left)
             if not left:
                 return
-            if time.time() >= self.deadline:
+            if self.handed is None and time.time() >= self.deadline:
                 self.late = True
             else:
                 idle = 0 if self._process(left) else idle + 1
@@ -207,7 +207,8 @@ class SearchProcesses:
         self._faults += 1
         if current is not None:
             self._conclude(current, left, Status.FAILED, f"advisor switched itself off in its {current.phase}: {fault}")
-        if current is None or self._faults >= FAULTS:
+        last = time.time() >= self.deadline and not records.kept_items(self.script.run_dir)  # no other will show it
+        if current is None or self._faults >= FAULTS or last:
             self.script.fault = f"advisor switched itself off in the script: {fault}"
 
     def _scripts_own(self, ended: Exit) -> bool:

@@ -72,6 +72,7 @@ def begin(
         step_s=budget.step_s,
         settle_s=budget.settle_s,
         kernel_steps=fresh.kernel_steps(profile),
+        last_call=budget.last_call,
     )
     noise = statistics.noise(profile.step_us.raw) if profile is not None and profile.step_us is not None else None
     processes = SearchProcesses(script, budget, runs, options.min_gain, options.max_pairs, noise)
@@ -129,7 +130,7 @@ def _tells(noise: float, step_s: float) -> str:
 def _limits(budget: Budget) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
-        f"searching for at most {budget.whole_s:.0f} s, {budget.reserve_s(quick=True):.0f} s of them for the final comparison. "
+        f"searching for about {budget.whole_s:.0f} s, {budget.reserve_s(quick=True):.0f} s of them for the final comparison. "
         "Ctrl-C ends the search: the plan then holds the proved changes, and other faster changes as unconfirmed"
     )
 
@@ -315,6 +316,7 @@ class Search:
             seconds=self._seconds(),
             proved_s=self.proved_s if self.proved is not None and self.proved.holds else None,
             profiled_s=self.profiled_s,
+            before_s=min(self.before_s, self.profiled_s),
             complete=not self.processes.ended,
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-PROFILE = "first profile"
+BEFORE = "until the script's first step"  # of the process that is profiled; what the machine can do is measured there too, once
+PROFILE = "first profile"  # from that step on, as --max-time counts
 # In the process of a search. The start is all before the first trial: Python, data, model, warm-up, and what was kept before, which
 # each process captures anew.
 START, LOOK, GATE, SETTLE = "starting processes", "finding places", "correctness check", "warm-up of changes"
@@ -19,6 +20,7 @@ MEMORY = "less memory"
 REST = "rest"  # rules, files, the supervisor's own
 
 PHASES = (
+    BEFORE,
     PROFILE,
     START,
     LOOK,

@@ -118,6 +118,8 @@ class StackTrial:
         while waiting and kept and not self.script.over:
             if while_time and time.time() + self.runs.last_s > self.budget.latest:
                 return
+            if time.time() >= self.budget.last_call():
+                return
             kind = waiting.pop(0)
             # Worded alike, whichever arm it is: how long the others take is told by those that are over.
             self.script.say(f"{what}: run {len(kinds) - len(waiting)} of {len(kinds)}")
@@ -228,6 +230,10 @@ class _Proving:
         if not runs.plain:
             why = f"the plain script gave no measurement in a fresh run: {trial.runs.why_none}"
             return trial.unproved(self.kept, why)
+        if not runs.stack and time.time() >= trial.budget.last_call():
+            return trial.unproved(
+                self.kept, f"the plan gave no measurement: {trial.runs.why_none or 'no time was left'}"
+            )
         self._judge()
         if self.verdict.passed is False and first and proof.apart(runs.plain, runs.stack, self.kept):
             # Two plain runs say little of how far chance takes a training whose losses still swing.

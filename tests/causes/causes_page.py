@@ -7,7 +7,7 @@ python tests/causes/causes_page.py --read gpu --runs DIR  put on record what lie
 python tests/causes/causes_page.py --join gpu FILE        put on record what another machine of that kind has recorded in FILE
 python tests/causes/causes_page.py                        write the page from what is recorded
 
-On several GPUs one training runs on each, with its share of the cores. A cause is found where one of its rules is among those
+On several GPUs one training runs on each, with its share of the cores; --lanes N does so on a CPU's cores. A cause is found where one of its rules is among those
 of the first or the second card. Where only the user can make the cure, a training that has its fault by turns says what it costs
 of the step, which is held against the card's interval; the training without it must no more be told of the fault.
 
@@ -26,10 +26,12 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +53,7 @@ WORTH_FRAC = 0.01  # apply's --min-gain
 CONFIDENCE = 0.95
 UNSURE_FRAC, UNSURE_COST = 0.02, 0.25  # half an interval of a cost: of the step, or of itself
 TRIAL_S = 90
+POLL_S, STOP_S = 0.5, 30.0
 TRUE, FALSE, NO_PROMISE, NOT_JUDGED = "true", "false", "no promise", "not judged"
 SHOWN = 3  # cards of a report that are put on record
 
@@ -109,7 +112,8 @@ def measured(training: Training, folder: Path, environment: dict[str, str], pref
     script = folder / f"{training.name}.py"
     script.write_text(training.text, encoding="utf-8")
     if training.one_core and shutil.which("taskset"):
-        prefix = ["taskset", "-c", str(max(os.sched_getaffinity(0)))]
+        last = prefix[-1].split(",")[-1] if prefix else str(max(os.sched_getaffinity(0)))
+        prefix = ["taskset", "-c", last]
     found = profiled(training, script, environment, prefix)
     if training.by_turns and "error" not in found:
         script = folder / f"{training.name}-by-turns.py"
@@ -135,24 +139,35 @@ def cost(script: Path, environment: dict[str, str], prefix: Sequence[str]) -> li
 
 
 def gained(change: str, script: Path, environment: dict[str, str], prefix: Sequence[str]) -> dict[str, Any]:
-    """What the change gains when it is switched by turns: "share" (low, middle, high; None: not measured) and the trial's own word."""
+    """What the change gains when it is switched by turns: "share" (low, middle, high; None: not measured) and the trial's own word.
+
+    The blocks say it: fresh runs that would come after them are not waited for.
+    """
     run = script.parent / f"{script.stem}-tried"
     command = [*prefix, sys.executable, "-m", "advisor", "try", "-q", "--change", change]
     command += ["--max-time", f"{TRIAL_S}s", "-o", str(run), str(script)]
-    try:
-        subprocess.run(
-            command, cwd=script.parent, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return {"change": change, "share": None, "verdict": f"not done after {TIMEOUT_S} s"}
+    trial = subprocess.Popen(
+        command, cwd=script.parent, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    for _ in range(round(TIMEOUT_S / POLL_S)):
+        if tried(change, run)["share"] is not None or trial.poll() is not None:
+            break
+        time.sleep(POLL_S)
+    if trial.poll() is None:
+        trial.send_signal(signal.SIGINT)
+        try:
+            trial.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            trial.kill()
+            trial.wait()
     return tried(change, run)
 
 
 def tried(change: str, run: Path) -> dict[str, Any]:
     """What the trial of this change that lies in the run folder has measured, and how it ended."""
     for path in sorted(run.glob("trials/*.json")):
-        verdict = json.loads(path.read_text(encoding="utf-8"))
-        if verdict.get("transform") != change:
+        verdict = json.loads(path.read_text(encoding="utf-8"))  # written as a whole
+        if verdict.get("transform") != change or "status" not in verdict:  # without one: the trial goes on
             continue
         blocks = verdict.get("blocks") or {}
         pairs = list(zip(blocks.get("off_us", ()), blocks.get("on_us", ()), strict=False))
@@ -218,8 +233,9 @@ def run(
     chosen: Sequence[Training],
     runs: Path | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda results: None,
+    lanes_on_cpu: int = 1,
 ) -> dict[str, Any]:
-    """Profile these, as many at once as there are GPUs.
+    """Profile these, as many at once as there are GPUs, or lanes asked for on a CPU.
 
     `runs`: where their run folders stay, None for nowhere. `keep` is handed each result as it comes: the next may never end.
     """
@@ -246,7 +262,7 @@ def run(
 
         lanes = [
             threading.Thread(target=lane, args=(environment, prefix, Path(made) / f"lane-{number}"), daemon=True)
-            for number, (environment, prefix) in enumerate(_lanes(machine))
+            for number, (environment, prefix) in enumerate(_lanes(machine, lanes_on_cpu))
         ]
         try:
             for thread in lanes:
@@ -260,21 +276,22 @@ def run(
     return dict(results)
 
 
-def _lanes(machine: str) -> Iterator[tuple[dict[str, str], list[str]]]:
-    """The environment and the command's prefix for each of the trainings that run side by side."""
+def _lanes(machine: str, lanes_on_cpu: int = 1) -> Iterator[tuple[dict[str, str], list[str]]]:
+    """The environment and the command's prefix for each of the trainings that run side by side, each with its share of the cores."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     if machine == "cpu":
-        yield {**environment, "CUDA_VISIBLE_DEVICES": ""}, []
-        return
-    import torch
+        devices = [""] * lanes_on_cpu
+    else:
+        import torch
 
-    gpus, cores = torch.cuda.device_count(), sorted(os.sched_getaffinity(0))
-    share = max(1, len(cores) // gpus)
-    for gpu in range(gpus):
-        mine = ",".join(map(str, cores[gpu * share : (gpu + 1) * share]))
+        gpus = torch.cuda.device_count()
         named = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-        device = named[gpu] if len(named) == gpus else str(gpu)
-        yield {**environment, "CUDA_VISIBLE_DEVICES": device}, ["taskset", "-c", mine] if gpus > 1 else []
+        devices = named if len(named) == gpus else [str(gpu) for gpu in range(gpus)]
+    cores = sorted(os.sched_getaffinity(0))
+    share = max(1, len(cores) // len(devices))
+    for lane, device in enumerate(devices):
+        mine = ",".join(map(str, cores[lane * share : (lane + 1) * share]))
+        yield {**environment, "CUDA_VISIBLE_DEVICES": device}, ["taskset", "-c", mine] if len(devices) > 1 else []
 
 
 def device(run: Path) -> tuple[str, str]:
@@ -450,6 +467,9 @@ def main() -> None:
     parser.add_argument("--read", choices=("cpu", "gpu"), help="read what --runs holds of them")
     parser.add_argument("--join", nargs=2, metavar=("MACHINE", "FILE"), help="take over what was recorded elsewhere")
     parser.add_argument("--only", default="", help="a pattern that the names of those to run match")
+    parser.add_argument(
+        "--lanes", type=int, default=1, help="on a CPU: so many at once, each with its share of the cores"
+    )
     parser.add_argument("--runs", type=Path, help="keep the run folders in this one")
     parser.add_argument(
         "--cases", type=Path, action="append", default=[], help="a folder of trainings that say what they EXPECT"
@@ -458,7 +478,7 @@ def main() -> None:
     machine = given.run or given.read
     chosen = [t for t in trainings(machine, given.cases) if re.search(given.only, t.name)] if machine else []
     if given.run:
-        run(machine, chosen, given.runs, lambda results: record(machine, results, chosen))
+        run(machine, chosen, given.runs, lambda results: record(machine, results, chosen), given.lanes)
     elif given.read:
         kept = {path.parent.name: path.parent for path in given.runs.rglob("findings.json")}
         chosen = [t for t in chosen if t.name in kept]

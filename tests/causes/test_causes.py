@@ -167,6 +167,13 @@ def test_what_a_trial_has_measured_is_read_from_its_blocks(tmp_path: Path) -> No
     assert found["verdict"] == "kept: faster"
     assert found["share"][1] == pytest.approx(0.2, abs=0.01)
     assert causes_page.tried("compile", tmp_path)["share"] is None
+    going_on = {"transform": "fused_optimizer", "blocks": {"off_us": [1.0], "on_us": [1.0]}}
+    (tmp_path / "trials" / "03-fused_optimizer.json").write_text(json.dumps(going_on))
+    assert causes_page.tried("fused_optimizer", tmp_path) == {
+        "change": "fused_optimizer",
+        "share": None,
+        "verdict": "no trial",
+    }
 
 
 @pytest.mark.parametrize(
@@ -250,3 +257,10 @@ def test_what_an_interrupted_run_has_measured_is_kept(monkeypatch: pytest.Monkey
     kept: list[dict[str, object]] = []
     assert causes_page.run("cpu", chosen, keep=kept.append) == {"first": {"rank": 1}}
     assert kept == [{"first": {"rank": 1}}]
+
+
+def test_lanes_on_a_cpu_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(causes_page.os, "sched_getaffinity", lambda pid: {4, 5, 6, 7}, raising=False)
+    prefixes = [prefix for _, prefix in causes_page._lanes("cpu", 2)]
+    assert prefixes == [["taskset", "-c", "4,5"], ["taskset", "-c", "6,7"]]
+    assert [prefix for _, prefix in causes_page._lanes("cpu")] == [[]]

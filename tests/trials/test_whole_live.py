@@ -29,6 +29,7 @@ from advisor.trials import records
 from advisor.trials.live import blocks, driver
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.driver import SearchDriver
+from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.statistics import Decision
 
 SEARCH = Session(mode="search", run_dir="", script="train.py", warmup=3, max_pairs=12)
@@ -243,6 +244,31 @@ def test_what_has_no_effect_is_off_before_anything_is_timed(tmp_path, monkeypatc
         "set_to_none": "reverted",
     }
     assert len(Idle.noted.read_text().splitlines()) == 1  # for the check of its numbers, and in none of the pairs
+
+
+def test_time_that_ends_when_what_has_no_effect_was_dropped_leaves_each_its_verdict(tmp_path, monkeypatch):
+    """Advisor switched itself off there, and the report spoke of the time."""
+    dropped = []
+
+    class Dropped(Idle):
+        def release(self, training):
+            dropped.append(self)
+
+    def check(self):
+        if dropped:
+            raise OutOfTime("the 13 s of a trial are over")
+
+    Idle.noted = tmp_path / "noted"
+    monkeypatch.setattr(Limit, "check", check)
+    planted(monkeypatch, channels_last=Layout, amp_bf16=HalfInLayout, set_to_none=Dropped)
+    verdicts, record, reason = search(tmp_path, "channels_last", "amp_bf16", "set_to_none")
+    assert reason == "search done"
+    assert record.whole_kept
+    assert {name: v.status for name, v in verdicts.items()} == {
+        "channels_last": "kept",
+        "amp_bf16": "kept",
+        "set_to_none": "reverted",
+    }
 
 
 def test_of_slow_steps_one_makes_a_block_of_what_fresh_processes_judge_next(tmp_path, monkeypatch):

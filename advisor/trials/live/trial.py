@@ -359,7 +359,7 @@ class Trial:
     def _see_effect_late(self) -> None:
         """Of what was found right and had no time left to settle: whether it is in effect, as the live state says."""
         if self.provisional and self._numerics and self._effect is None and isinstance(self.transform, Bundle):
-            self.effects = self.transform.effects(self.loop.training)
+            self.effects |= self.transform.effects(self.loop.training)  # those dropped as idle have theirs
             self._effect = self.transform.effect(self.loop.training, None, None)
 
     def _seen_slower(self) -> bool:
