@@ -23,7 +23,7 @@ from advisor.loop.steps import StepWatcher
 from advisor.loop.training import StepEvent, Training
 from advisor.transforms.base import Transform
 from advisor.trials.live.precision import precision_of
-from advisor.trials.live.trial import CAPTURE_TRIES
+from advisor.trials.live.step_to_replay import CAPTURE_TRIES
 from advisor.trials.numerics.distance import Distance, distance
 from advisor.trials.numerics.gate import Gate, quiet
 from advisor.trials.numerics.replay import Result, random_like, replay

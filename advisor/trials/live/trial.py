@@ -15,7 +15,6 @@ from advisor.core.findings import Recommendation
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check, Status, Verdict
 from advisor.loop import graphs
-from advisor.loop.interval import BACKWARDS, SHAPES
 from advisor.loop.recorded import capture_next_step
 from advisor.loop.training import StepEvent
 from advisor.ops.verify import unusable
@@ -28,6 +27,7 @@ from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.precision import bf16_serves, computes_in, precision_of
+from advisor.trials.live.step_to_replay import step_to_replay
 from advisor.trials.live.switch import OtherModel, Switch, Unclean, without_advice
 from advisor.trials.live.times import Times
 from advisor.trials.live.trace import traced_step
@@ -38,7 +38,6 @@ from advisor.trials.statistics import Decision
 # Steps after a first enabling that are never timed, and at most waited for until their times agree.
 MIN_SETTLE, MAX_SETTLE = 3, 12
 SETTLED_SPREAD = 1.15  # longest over shortest of the last three
-CAPTURE_TRIES = 4
 # What is judged by fresh processes next is given to them where the running loop has it faster by so many times the least gain.
 LOOKS_FASTER = 2.0
 # Steps without the change in which a script shows that it makes other images of the loader's itself, now and then (mixing some): one
@@ -390,17 +389,3 @@ class Trial:
         """The next part begins: `phase` is its time's, `named` its name on disk, should the process die in it."""
         self.loop.spent.enter(phase)
         self.loop.note(dataclasses.replace(self.current, phase=named))
-
-
-def step_to_replay(gate: Gate, *, guides: bool) -> Generator[None, StepEvent, str]:
-    """Record a step for the gate, like most others; why there is none, "" where there is one."""
-    odd = ""
-    for _ in range(CAPTURE_TRIES):
-        gate.arm(guides=guides)
-        event = yield
-        odd = event.reason if event.reason in (SHAPES, BACKWARDS) else ""
-        if gate.captured() and not odd:
-            return ""
-    if odd:
-        return f"{CAPTURE_TRIES} steps were recorded, none like most others: the last had {odd}"
-    return "no model call with gradients was seen to replay"

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from advisor.loop.interval import BACKWARDS
-from advisor.trials.live.trial import CAPTURE_TRIES, step_to_replay
+from advisor.trials.live.step_to_replay import CAPTURE_TRIES, step_to_replay
 
 
 def _captured(reasons: list[str], *, called: bool) -> str:
