@@ -47,7 +47,7 @@ class Calls:
         code, _, told = self._run(["profile", "-q", "-o", run_dir, script, *arguments], self.folder)
         found = self._json(["report", run_dir, "--json"])
         if found.get("type") == "error":
-            return {**found, "exit_code": code, "said": told[-TAIL:]}
+            return _failed(code, told, found)
         return {"exit_code": code, "run": run_dir, **_profile(found)}
 
     def explain(self, rule: str) -> Answer:
@@ -78,7 +78,7 @@ class Calls:
         code, _, told = self._run(words, self.folder)
         found = self._json(["report", run_dir, "--json"])
         if found.get("type") == "error":
-            return {**found, "exit_code": code, "said": told[-TAIL:]}
+            return _failed(code, told, found)
         return {"exit_code": code, "run": run_dir, "plan": f"{run_dir}/plan.yaml", **_applied(found)}
 
     def compare(self, a: str, b: str) -> Answer:
@@ -94,6 +94,12 @@ class Calls:
         if not isinstance(found, dict):
             return {"type": "error", "text": told[-TAIL:].strip() or "no answer", "exit_code": code}
         return {**found, "exit_code": code}
+
+
+def _failed(code: int, told: str, found: Answer) -> Answer:
+    """Why there is no run to report: what the command said, not that its folder is missing."""
+    said = [line.removeprefix("advisor: ") for line in told.splitlines() if line.startswith("advisor: ")]
+    return {"type": "error", "text": said[-1] if said else found["text"], "exit_code": code, "said": told[-TAIL:]}
 
 
 def _profile(found: Answer) -> Answer:

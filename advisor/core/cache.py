@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from pathlib import Path
+
+# Where a notebook's cells are kept as a script, in the cache folder; and the script's name where they are those of a running
+# session, which has no file.
+NOTEBOOKS, SESSION = "notebooks", "cell"
+_CELL = re.compile(rf"[\\/]{NOTEBOOKS}[\\/][0-9a-f]{{16}}[\\/]{SESSION}\.py$")
+
+
+def is_cell(script: str) -> bool:
+    """Whether it is the script that was made of a cell of a running notebook: nobody starts it by its path."""
+    return bool(_CELL.search(script))
 
 
 def cache_dir() -> Path:

@@ -15,6 +15,8 @@ from functools import lru_cache
 from types import CodeType, FrameType
 from typing import Any
 
+from advisor.core.cache import NOTEBOOKS, SESSION
+
 # Scripts may change it (hydra gives each run a folder of its own): paths are shown from where the process was started.
 _STARTED_IN = os.path.join(os.getcwd(), "")
 _ADVISOR = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
@@ -25,9 +27,7 @@ _PACKAGES_FOLDER = re.compile(r"^.*[\\/](?:site|dist)-packages[\\/]")
 # Packages whose own lines tell nothing: what is told is who called them.
 _ARRAYS = ("torch", "cupy", "cupyx", "cupy_backends")
 
-# Where `profiling.beside.notebooks` keeps a notebook's cells as a script, and what it writes above each.
-NOTEBOOKS, CELL = "notebooks", "# cell "
-SESSION = "cell"  # the script's name where the cells are those of a running session, which has no file
+CELL = "# cell "  # what `profiling.beside.notebooks` writes above each cell of a notebook
 _NOTEBOOK = re.compile(rf"^.*[\\/]{NOTEBOOKS}[\\/][0-9a-f]{{16}}[\\/](?P<name>[^\\/]+)\.py$")
 
 PASSED_OVER, LIBRARY, USER = "", "library", "user"

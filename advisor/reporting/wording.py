@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from advisor.core.cache import is_cell
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import ProfilerCost, StepProfile
 from advisor.core.units import bounds_text, counted, percent_text, time_text
@@ -108,6 +109,8 @@ def machine(profile: StepProfile) -> str:
 
 def script(profile: StepProfile) -> str:
     """The command line of the script, quoted as a shell needs it."""
+    if is_cell(profile.script):
+        return "a cell of a notebook"
     return shlex.join((profile.script, *profile.argv))
 
 
@@ -369,6 +372,8 @@ def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
     if refused(profile, command):
         return ""
     chosen = f"--auto --only {only}" if only else "--auto"
+    if is_cell(profile.script):
+        return f"%%advisor apply {chosen}"
     if profile.script.endswith((".py", ".ipynb")) or profile.script == "-m":
         return f"{command} apply {chosen} {script(profile)}"
     return f"{command} apply {chosen}"
@@ -376,6 +381,8 @@ def next_apply(profile: StepProfile, command: str, only: str = "") -> str:
 
 def next_of_trials(trials: TrialLog, command: str, plan: str = "") -> str:
     """The command that follows from the trials: it trains with what is kept, or settles what is unconfirmed; "" for neither."""
+    if is_cell(trials.script):
+        return f'import advisor; advisor.enable("{plan}")' if usable(trials) and plan else ""
     if usable(trials):
         return _with_plan(trials, f"{command} run", plan)
     return _with_plan(trials, f"{command} apply", plan or "last") if unconfirmed(trials) else ""

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from advisor.core.cache import cache_dir
+from advisor.core.cache import NOTEBOOKS, cache_dir
 from advisor.core.errors import AdvisorError, cause
 from advisor.core.storage import write_text
-from advisor.loop.sources import CELL, NOTEBOOKS
+from advisor.loop.sources import CELL
 
 SUFFIX = ".ipynb"
 # What earlier cells leave behind for later ones, without doing the work again: trainings are loops and calls.

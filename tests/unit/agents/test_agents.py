@@ -73,6 +73,12 @@ def test_what_fails_is_told(tmp_path):
     calls = Calls(tmp_path, Recorded(profile=(7, None), report=(2, error), compare=(3, None)))
     failed = calls.profile("train.py")
     assert (failed["type"], failed["exit_code"], failed["said"]) == ("error", 7, "said on stderr")
+    assert failed["text"] == "no run"
+
+    def missing(words, folder):
+        return 2, json.dumps(error), "advisor: no script gone.py; expected a file.\n"
+
+    assert Calls(tmp_path, missing).profile("gone.py")["text"] == "no script gone.py; expected a file."
     assert calls.compare("a", "b") == {"type": "error", "text": "said on stderr", "exit_code": 3}
 
 

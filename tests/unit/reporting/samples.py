@@ -7,6 +7,7 @@ layers is modelled from the layers' shapes. Everything here is deterministic.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 from advisor.core.attempt import Attempt
@@ -640,3 +641,8 @@ def attempt() -> Attempt:
         files=("model.py",),
         run="advisor-runs/train-1",
     )
+
+
+def whole(page):
+    """The report's page with its commands in one piece: their words are marked, so that a line breaks between them alone."""
+    return re.sub(r'<span class="word">([^<]*)</span>', r"\1", page)

@@ -92,15 +92,10 @@ def test_sections_and_findings(applied):
         assert part in text, part
 
 
-def whole(text: str) -> str:
-    """The page with its commands in one piece: their words are marked, so that a line breaks between them alone."""
-    return re.sub(r'<span class="word">([^<]*)</span>', r"\1", text)
-
-
 def test_trials_are_left_out_of_a_profile():
     text = report_html(samples.resnet50(), samples.findings(), None)
     assert 'id="trials"' not in text
-    assert "advisor apply --auto train_imagenet.py" in whole(text)
+    assert "advisor apply --auto train_imagenet.py" in samples.whole(text)
 
 
 def test_every_table_has_headers_and_every_chart_a_label(applied):
@@ -173,7 +168,7 @@ def test_script_is_small(applied):
 
 
 def test_a_finding_says_the_whole_command_that_tries_it(applied):
-    assert "<code>advisor apply --auto --only amp_bf16 train_imagenet.py --arch resnet50" in whole(applied)
+    assert "<code>advisor apply --auto --only amp_bf16 train_imagenet.py --arch resnet50" in samples.whole(applied)
 
 
 def test_on_a_cpu_an_operator_is_named_once():

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 import runpy
-import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import samples
 
 import advisor
+from advisor.core.cache import is_cell
 from advisor.core.errors import AdvisorError
 from advisor.loop import sources
 from advisor.profiling.beside import jupyter, notebooks
 from advisor.profiling.beside.command import ScriptCommand
+from advisor.reporting import wording
 
 
 @pytest.fixture(autouse=True)
@@ -65,9 +68,11 @@ def test_the_magic_runs_the_cell_with_what_was_defined_before_and_shows_the_repo
     report = own_cache / "advisor-runs" / "cell-1" / "report.html"
 
     class Process:
-        stdout = ("[advisor] step 1\n",)
-
         def __init__(self, command, **_):
+            if command[3:] == ["runs"]:
+                self.stdout = ("two runs\n",)
+                return
+            self.stdout = (f"[advisor] running {command[-1]}; step 1\n",)
             assert command[2:5] == ["advisor", "profile", "--steps"]
             assert runpy.run_path(command[-1])["y"] == 6
             report.parent.mkdir(parents=True)
@@ -80,11 +85,25 @@ def test_the_magic_runs_the_cell_with_what_was_defined_before_and_shows_the_repo
             return None
 
     monkeypatch.setattr(jupyter.subprocess, "Popen", Process)
-    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(display=SimpleNamespace(HTML=lambda text: text)))
     shell = SimpleNamespace(user_ns={"In": ["", "x = 2\nprint(x)", "%%advisor profile"]}, magics={})
-    shell.register_magic_function = lambda function, magic_kind, magic_name: shell.magics.update({magic_name: function})
+    shell.register_magic_function = lambda function, magic_kind, magic_name: shell.magics.update({magic_kind: function})
     advisor.load_ipython_extension(shell)
-    shown = shell.magics["advisor"]("profile --steps 5", "y = 3 * x")
-    assert "&lt;p title=&quot;x&quot;&gt;step" in shown
-    assert "[advisor] step 1" in capsys.readouterr().out
-    assert shell.magics["advisor"]("bench", "y = 1") is None
+    shown = shell.magics["cell"]("profile --steps 5", "y = 3 * x")
+    assert "&lt;p title=&quot;x&quot;&gt;step" in shown._repr_html_()
+    assert "[advisor] running this cell; step 1" in capsys.readouterr().out
+    assert shell.magics["cell"]("bench", "y = 1") is None
+    shell.magics["line"]("runs")
+    assert capsys.readouterr().out == "two runs\n"
+    shell.magics["line"]("profile")
+    assert "%%advisor profile" in capsys.readouterr().err
+
+
+def test_a_cell_is_never_told_by_the_path_of_its_script(own_cache):
+    """The next command was `advisor apply --auto /root/.cache/advisor/notebooks/…/cell.py`."""
+    script = notebooks.written("cell", ["x = 1"], own_cache)
+    profile = replace(samples.resnet50(), script=str(script), argv=())
+    assert wording.script(profile) == "a cell of a notebook"
+    assert wording.next_apply(profile, "advisor", "amp_bf16") == "%%advisor apply --auto --only amp_bf16"
+    trials = replace(samples.trials(), script=str(script))
+    assert wording.next_of_trials(trials, "advisor", "plan.yaml") == 'import advisor; advisor.enable("plan.yaml")'
+    assert not is_cell(str(notebooks.written("train", ["x = 1"], own_cache)))
