@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from advisor.core.findings import Recommendation
 from advisor.core.transform_row import TOGETHER, Part
 from advisor.core.transform_table import row
-from advisor.core.verdict import Verdict
+from advisor.core.verdict import Status, Verdict
 from advisor.trials import planner
 
 # In the order in which a proved whole loses them.
@@ -38,6 +38,9 @@ WITHOUT_AT_GROSS: tuple[tuple[Part, ...], ...] = (
     ("precision",),
     ("precision", "kernels", "graphs"),
 )
+# Where the whole finds no memory graphs hold the most, and half precision takes less than the step had.
+FULL = "out of memory"
+WITHOUT_WHEN_FULL: tuple[tuple[Part, ...], ...] = (("graphs",), ("kernels", "graphs"), ("layout", "graphs"), *WITHOUT)
 
 
 def members(
@@ -66,18 +69,22 @@ def members(
 
 
 def attempts(
-    candidates: Sequence[Recommendation], *, graphs_fit: bool = True, nhwc: bool = True, gross: bool = False
+    candidates: Sequence[Recommendation],
+    *,
+    graphs_fit: bool = True,
+    nhwc: bool = True,
+    without: Sequence[tuple[Part, ...]] = WITHOUT,
 ) -> Iterator[tuple[Recommendation, ...]]:
     """What is tried as one, in order, until one of these is kept: everything, then everything without one class or more.
 
-    `gross`: the whole was tried, and its numbers are far off. Without layout there are no kernels either that need it, unless the
-    model is in NHWC by itself (`nhwc`).
+    `without`: which, in order, as `to_leave_out` has it. Without layout there are no kernels either that need it, unless the model is in
+    NHWC by itself (`nhwc`).
     """
     whole = members(candidates, graphs_fit=graphs_fit, nhwc=nhwc)
     if len(whole) > 1:
         yield whole
     tried = [whole]
-    for left_out in WITHOUT_AT_GROSS if gross else WITHOUT:
+    for left_out in without:
         without_nhwc = "layout" in left_out and not nhwc
         rest = tuple(
             c for c in whole if kind(c) not in left_out and not (without_nhwc and c.transform in planner.IN_NHWC)
@@ -85,6 +92,14 @@ def attempts(
         if len(rest) > 1 and rest not in tried:
             tried.append(rest)
             yield rest
+
+
+def to_leave_out(verdicts: Sequence[Verdict]) -> Sequence[tuple[Part, ...]]:
+    """In which order the whole is tried with less, by what it came to."""
+    if any(map(gross, verdicts)):
+        return WITHOUT_AT_GROSS
+    full = any(TOGETHER in v.transform and v.status == Status.FAILED and FULL in v.reason for v in verdicts)
+    return WITHOUT_WHEN_FULL if full else WITHOUT
 
 
 def gross(verdict: Verdict) -> bool:

@@ -20,13 +20,14 @@ from advisor.loop.training import StepEvent
 from advisor.ops.verify import unusable
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
-from advisor.trials import planner, records, spent
+from advisor.trials import planner, records, spent, whole
 from advisor.trials.kept import Standing
 from advisor.trials.live.batches import BatchWatch
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
 from advisor.trials.live.precision import bf16_serves, computes_in, precision_of
+from advisor.trials.live.release import give_back
 from advisor.trials.live.step_to_replay import step_to_replay
 from advisor.trials.live.switch import OtherModel, Switch, Unclean, without_advice
 from advisor.trials.live.times import Times
@@ -103,7 +104,7 @@ class Trial:
             status = Status.REVERTED if last.status == Status.REVERTED else Status.INCONCLUSIVE
             return self.verdict(status, last.reason, last)
         except torch.cuda.OutOfMemoryError as error:
-            return self.verdict(Status.FAILED, f"out of memory: {without_advice(error)}")
+            return self.verdict(Status.FAILED, f"{whole.FULL}: {without_advice(error)}")
         except Exception as error:
             lost = bool(unusable(str(self.loop.training.device)))
             if lost:
@@ -382,8 +383,7 @@ class Trial:
         if not self.switch.is_on or all(self.switch.standing is not s for s in self.loop.kept.standing):
             self.switch.off()  # its last block may have left it so; what it has compiled or captured is there all the same
             self.transform.release(self.loop.training)
-            if self.loop.on_gpu:
-                torch.cuda.empty_cache()
+            give_back(self.loop.training.device)
 
     def _enter(self, phase: str, named: str) -> None:
         """The next part begins: `phase` is its time's, `named` its name on disk, should the process die in it."""

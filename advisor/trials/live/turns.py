@@ -57,8 +57,8 @@ class Turns:
         asked = [c for c in waiting if whole.kind(c) and c.transform not in self.loop.session.later]
         live = [c for c in asked if self.loop.find(c.transform).live and self.applies(c)]
         nhwc = self._nhwc() or not self.applies(Recommendation(transform=planner.LAYOUT))
-        gross = any(whole.gross(v) for v in verdicts)
-        attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc, gross=gross)
+        without = whole.to_leave_out(verdicts)
+        attempts = whole.attempts(live, graphs_fit=self._graphs_fit(), nhwc=nhwc, without=without)
         return next((found for found in attempts if planner.as_one(found).transform not in tried), ())
 
     def _graphs_fit(self) -> bool:

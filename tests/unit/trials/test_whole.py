@@ -90,5 +90,18 @@ def test_numbers_that_are_far_off_are_no_roundings_and_graphs_are_left_out_first
     assert not whole.gross(refused(["amp_bf16", "cuda_graphs"], 1.1))
     assert whole.gross(refused(["amp_bf16", "cuda_graphs"], 10.0))
     assert not whole.gross(refused(["amp_bf16"], 10.0))  # by itself: it says nothing of a whole
-    tried = [names(attempt) for attempt in whole.attempts(NET, gross=True)]
+    without = whole.to_leave_out([refused(["amp_bf16", "cuda_graphs"], 10.0)])
+    tried = [names(attempt) for attempt in whole.attempts(NET, without=without)]
     assert tried[1] == ["prefetch", "channels_last", "fused_bn_act", "amp_bf16", "fused_optimizer"]
+
+
+@pytest.mark.parametrize(
+    "told", ["out of memory: tried to allocate 2 MiB", "AcceleratorError: CUDA error: out of memory"]
+)
+def test_a_whole_that_finds_no_memory_is_tried_without_graphs_and_keeps_half_precision(told):
+    """RepLKNet on an H200: bf16, which takes half the memory, was left out and never came back."""
+    full = Verdict(transform="amp_bf16 + cuda_graphs", status="failed", reason=told)
+    tried = [names(attempt) for attempt in whole.attempts(NET, without=whole.to_leave_out([full]))]
+    assert tried[1] == ["prefetch", "channels_last", "fused_bn_act", "amp_bf16", "fused_optimizer"]
+    alone = Verdict(transform="cuda_graphs", status="failed", reason=told)
+    assert whole.to_leave_out([alone]) is whole.WITHOUT
