@@ -71,12 +71,13 @@ class Asked:
 def alternatives(view: View, asked: Asked) -> tuple[Alternative, ...]:
     """The fastest that was measured, then the one with the least time of those that are modelled; each only if below this product's time.
 
-    A transform with a measured time has no modelled one beside it.
+    A transform with a measured time has no modelled one beside it, be it that its kernels were measured to be slower.
     """
     if not view.on_gpu or not asked.flops:
         return ()
-    measured = list(_measured(view, asked))
-    known = {other.transform.rpartition(TOGETHER)[2] for other in measured}
+    near = _near(view, asked)
+    measured = list(_measured(view, asked, near))
+    known = {other.transform.rpartition(TOGETHER)[2] for other in measured} | near[_own_dtype(asked.row)].keys()
     modelled = [other for other in _modelled(view, asked) if other.transform not in known]
     found = []
     for others in (measured, modelled):
@@ -89,17 +90,30 @@ def alternatives(view: View, asked: Asked) -> tuple[Alternative, ...]:
 # ---- measured
 
 
-def _measured(view: View, asked: Asked) -> Iterator[Alternative]:
+def _own_dtype(row: KernelRow) -> str:
+    return "fp32" if row.dtype in SINGLE else row.dtype
+
+
+def _near(view: View, asked: Asked) -> dict[str, dict[str, measured_convs.Near]]:
+    """By dtype, this product's own and bf16, and by transform the nearest rows on file."""
+    row, geometry = asked.row, view.geometry(asked.row)
+    on_file = measured_convs.rows(view.profile.environment.gpu_name)
+    return {
+        dtype: measured_convs.nearest(on_file, geometry, asked.shape, dtype, row.layout) if geometry else {}
+        for dtype in dict.fromkeys((_own_dtype(row), "bf16"))
+    }
+
+
+def _measured(view: View, asked: Asked, near: dict[str, dict[str, measured_convs.Near]]) -> Iterator[Alternative]:
     """Kernels of advisor's, and PyTorch's own in bf16, by the nearest rows on file."""
     row, geometry = asked.row, view.geometry(asked.row)
     if geometry is None:
         return
-    on_file = measured_convs.rows(view.profile.environment.gpu_name)
-    for dtype in dict.fromkeys(("fp32" if row.dtype in SINGLE else row.dtype, "bf16")):
-        for transform, near in measured_convs.nearest(on_file, geometry, asked.shape, dtype, row.layout).items():
-            of = near.row
+    for dtype, by_transform in near.items():
+        for transform, found in by_transform.items():
+            of = found.row
             own, library = (of.forward_us, of.library_forward_us) if asked.forward else _backward(of, asked)
-            scale = near.work * asked.calls
+            scale = found.work * asked.calls
             before = ["channels_last"] * ((row.layout, of.layout) == ("nchw", "nhwc"))
             before += ["amp_bf16"] * (dtype != row.dtype and row.dtype in SINGLE and dtype == "bf16")
             words = " and ".join({"channels_last": "NHWC", "amp_bf16": "bf16"}[name] for name in before)
@@ -256,8 +270,7 @@ def _takes_narrow(e: Environment, g: Geometry, row: KernelRow) -> bool:
 
 
 def _takes_wide(e: Environment, g: Geometry, row: KernelRow) -> bool:
-    """A weight's gradient stays the library's."""
-    return e.sm_arch == architectures.HOPPER and row.dtype == "bf16" and wide_3x3(g) and "wgrad" not in row.name
+    return e.sm_arch == architectures.HOPPER and row.dtype == "bf16" and wide_3x3(g)
 
 
 def _takes_strided(e: Environment, g: Geometry, row: KernelRow) -> bool:
