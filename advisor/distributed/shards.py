@@ -5,6 +5,8 @@ part, as even as it goes. All ranks draw the same indices, because Python's, Num
 them; what a data set draws for its items comes from generators of each rank's own, so that the parts are augmented differently. A
 checksum of the indices is compared across ranks, at an epoch's first batch and at its end. `len(loader)` is what it was. Loaders that are
 iterated without gradients, for an evaluation, are not divided: each rank sees the whole, and all come to the same numbers.
+
+An IterableDataset has no indices. Each rank reads the whole stream, draws alike, and keeps its part of each batch before it is collated.
 """
 
 from __future__ import annotations
@@ -33,7 +35,12 @@ Order = Callable[[list[Any]], list[Any]]
 
 
 def part(indices: list[Any], rank: int, ranks: int) -> list[Any]:
-    """The rank's share: neighbours in the batch, of sizes that differ by at most one."""
+    """The rank's share: neighbours in the batch, of sizes that differ by at most one.
+
+    Where there are fewer samples than ranks (the last batch of an epoch), each has all: the mean over ranks is theirs.
+    """
+    if len(indices) < ranks:
+        return indices
     return indices[rank * len(indices) // ranks : (rank + 1) * len(indices) // ranks]
 
 
@@ -93,6 +100,8 @@ class Loaders:
         @functools.wraps(plain)
         def iterate(loader: Any) -> Any:
             known = vars(loader).get("_advisor_batches")
+            if isinstance(loader.dataset, IterableDataset) and loader.batch_size is not None:
+                return self._streams(loader, plain)
             if torch.is_grad_enabled() and os.getpid() == self._process:
                 self._check(loader)
                 if known is None:
@@ -106,28 +115,42 @@ class Loaders:
 
         return iterate
 
+    def _streams(self, loader: Any, plain: Any) -> Any:
+        """Iterate a loader of an IterableDataset."""
+        known = vars(loader).get("_advisor_parts")
+        if torch.is_grad_enabled() and os.getpid() == self._process:
+            if not self._whole:
+                self._check_size(loader)
+            known = known or vars(loader).setdefault("_advisor_parts", Parts(loader.collate_fn, self._order))
+            vars(loader)["collate_fn"] = known
+        elif known is not None:
+            vars(loader)["collate_fn"] = known.plain
+        return plain(loader)
+
+    def _taken_of(self, batch: tuple[Any, int, int]) -> Any:
+        """What Parts has made of a stream's batch."""
+        collated, mine, whole = batch
+        self.divided = not self._whole
+        self.share = self._share(mine, whole)
+        return collated
+
+    def _share(self, mine: int, whole: int) -> float:
+        """What this rank's samples weigh: where all ranks have all of them, as much as any other rank's."""
+        return mine / whole if mine < whole or self._whole else 1 / self.ranks
+
     def _check(self, loader: DataLoader[Any]) -> None:
         """Leave the script with the reason where this loader cannot be divided."""
         if self._whole:
             return
-        if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__getitem__"):
-            refuse("an IterableDataset gives every rank all of its samples", user_line())
         if loader.batch_sampler is None:
             refuse("a loader with batch_size=None loads batches that the data set has made", user_line())
         if isinstance(loader.sampler, DistributedSampler):
             refuse("a DistributedSampler divides the data already", user_line(), "Start it with torchrun.")
-        size, drops = loader.batch_size, getattr(loader, "drop_last", False)
-        if size is not None and size < self.ranks:
-            refuse(f"a batch of {size} has no share for each of {self.ranks} ranks", user_line())
-        try:
-            left = len(loader.sampler) % (size or 1)  # type: ignore[arg-type]  # a TypeError is the answer
-        except TypeError:
-            return
-        if size is not None and 0 < left < self.ranks and not drops:
-            told = (
-                f"an epoch's last batch has {left} of {size} samples, which is no share for each of {self.ranks} ranks"
-            )
-            refuse(told, user_line(), "Use drop_last=True, or another batch size.")
+        self._check_size(loader)
+
+    def _check_size(self, loader: DataLoader[Any]) -> None:
+        if loader.batch_size is not None and loader.batch_size < self.ranks:
+            refuse(f"a batch of {loader.batch_size} has no share for each of {self.ranks} ranks", user_line())
 
     def _next(self, plain: Any) -> Any:
         @functools.wraps(plain)
@@ -141,10 +164,12 @@ class Loaders:
                 if isinstance(batches, Batches) and not self._whole:
                     agree(batches.checksum, "an epoch")
                 raise
+            if isinstance(getattr(iterator, "_collate_fn", None), Parts):
+                return self._taken_of(batch)
             self.divided = isinstance(batches, Batches) and not self._whole
             if isinstance(batches, Batches):
                 mine, whole, first = batches.taken()
-                self.share = mine / whole
+                self.share = self._share(mine, whole)
                 if first is not None and not self._whole:
                     agree(first, "its first batch")
             return batch
@@ -221,6 +246,17 @@ class Batches:
     def taken(self) -> tuple[int, int, int | None]:
         """Of the batch that has just come out: this rank's samples, all, and at the epoch's first the checksum then."""
         return self._drawn.popleft()
+
+
+class Parts:
+    """In the place of a stream's `collate_fn`: collates this rank's part, and says how many samples it has, of how many."""
+
+    def __init__(self, plain: Callable[[list[Any]], Any], order: Order) -> None:
+        self.plain, self._order = plain, order
+
+    def __call__(self, samples: list[Any]) -> tuple[Any, int, int]:
+        mine = self._order(list(samples))
+        return self.plain(mine), len(mine), len(samples)
 
 
 class Seeded:

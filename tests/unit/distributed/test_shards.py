@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 from advisor.distributed import shards
 from advisor.distributed.refused import Refused
@@ -53,6 +53,13 @@ def test_an_uneven_batch_is_told_by_its_share() -> None:
 
 
 @pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("rank", [0, 2])
+def test_all_ranks_have_a_last_batch_of_too_few(rank: int) -> None:
+    batches, shares, _ = _loaded(rank, 3)
+    assert (batches[-1], shares[-1]) == ([18, 19], 1 / 3)
+
+
+@pytest.mark.usefixtures("process_group")
 def test_a_loader_of_an_evaluation_is_whole() -> None:
     with torch.no_grad():
         assert _loaded(1, 2)[0] == [list(range(6)), list(range(6, 12)), list(range(12, 18)), [18, 19]]
@@ -70,11 +77,11 @@ SET = TensorDataset(torch.arange(9))
 @pytest.mark.parametrize(
     ("loader", "why"),
     [
-        (DataLoader(Stream(), batch_size=4), "IterableDataset"),
+        (DataLoader(Stream(), batch_size=1), "a batch of 1"),
+        (DataLoader(Stream(), batch_size=None), "batch_size=None"),
         (DataLoader(SET, batch_size=None), "batch_size=None"),
         (DataLoader(SET, batch_size=4, sampler=DistributedSampler(SET, 2, 0)), "DistributedSampler"),
         (DataLoader(SET, batch_size=1), "a batch of 1"),
-        (DataLoader(SET, batch_size=4), "an epoch's last batch has 1 of 4"),
     ],
 )
 def test_what_cannot_be_divided_is_refused_with_its_line(
@@ -90,6 +97,45 @@ def test_what_cannot_be_divided_is_refused_with_its_line(
     told = capsys.readouterr().err
     assert why in told
     assert "test_shards.py:" in told
+
+
+class Shuffled(IterableDataset[int]):
+    """Numbers in a drawn order; of two workers each has its half."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        order = torch.randperm(21).tolist()
+        yield from order if info is None else order[info.id :: info.num_workers]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_is_divided_batch_by_batch(workers: int) -> None:
+    """Also its uneven last batches; and an evaluation sees all of it."""
+    options: dict[str, Any] = {"batch_size": 4, "num_workers": workers}
+    torch.manual_seed(3)
+    whole = [b.tolist() for b in DataLoader(Shuffled(), **options)]
+    found = []
+    for rank in range(2):
+        patches, loaders = Patches(), shards.Loaders(rank, 2)
+        loader = DataLoader(Shuffled(), **options)
+        loaders.install(patches)
+        torch.manual_seed(3)
+        try:
+            shares: list[float] = []
+            parts = []
+            for batch in loader:
+                parts.append(batch.tolist())
+                shares.append(loaders.share)
+            assert loaders.divided
+            assert shares == [len(part) / len(b) if len(b) > 1 else 0.5 for part, b in zip(parts, whole, strict=True)]
+            with torch.no_grad():
+                assert {len(b) for b in loader} == {len(b) for b in whole}
+            assert not loaders.divided
+        finally:
+            patches.restore_all()
+        found.append(parts)
+    assert [a + b if a != b else a for a, b in zip(*found, strict=True)] == whole
 
 
 @pytest.mark.usefixtures("process_group")
