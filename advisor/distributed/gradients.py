@@ -269,6 +269,7 @@ class Replicated:
         self, root: torch.nn.Module, loaders: Loaders, settings: Mapping[str, Any], synchronised: bool
     ) -> None:
         self._root, self._loaders = root, loaders
+        self._target = targets.unwrapped(root)  # whose backward graphs hold
         self._on_cpu = not next(root.parameters()).is_cuda
         self._calls = 0  # since the last step
         self.held_back = 0
@@ -326,7 +327,7 @@ class Replicated:
             self._calls, self._versions = self._calls + 1, -1
             # Dropout draws from the host's generator on a CPU.
             with self._loaders.generators.in_place() if self._on_cpu else contextlib.nullcontext():
-                graphs: Any = ForwardStack.of(module).get(GRAPH)
+                graphs: Any = ForwardStack.of(self._target).get(GRAPH)
                 sending = self.sends() if graphs is not None else None
                 if sending is None:
                     return self._through(inner, *args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib.util
 import random
 import sys
@@ -117,7 +118,7 @@ def _leave_group() -> None:
 
 
 def refuse_others(patches: Patches) -> None:
-    """Scripts that train in several processes by themselves."""
+    """Scripts that train in several processes by themselves are refused; nn.DataParallel becomes what the ranks do."""
 
     def own_group(*args: Any, **kwargs: Any) -> Any:
         refuse("the script makes a process group of its own", user_line(), "Start it with torchrun.")
@@ -125,12 +126,16 @@ def refuse_others(patches: Patches) -> None:
     patches.replace(distributed, "init_process_group", own_group)
     plain = torch.nn.DataParallel.__init__
 
-    def several(module: Any, *args: Any, **kwargs: Any) -> None:
-        plain(module, *args, **kwargs)
-        if len(getattr(module, "device_ids", ())) > 1:
-            refuse("nn.DataParallel over several GPUs divides the batch already", user_line())
+    @functools.wraps(plain)
+    def of_this_rank(
+        module: Any, inner: torch.nn.Module, device_ids: Any = None, output_device: Any = None, dim: int = 0
+    ) -> None:
+        """A rank has one GPU, whichever the script names: what DataParallel would divide, the ranks divide."""
+        if dim:
+            refuse(f"nn.DataParallel divides dimension {dim} of its inputs, and ranks divide the batch", user_line())
+        plain(module, inner)
 
-    patches.replace(torch.nn.DataParallel, "__init__", several)
+    patches.replace(torch.nn.DataParallel, "__init__", of_this_rank)
 
 
 def _tell_failures(session: Session, rank: int) -> None:

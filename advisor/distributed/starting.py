@@ -59,6 +59,13 @@ def one_of(command: ScriptCommand, ranks: int) -> ScriptCommand:
     return dataclasses.replace(command, variables=((place.SHARE_VARIABLE, str(ranks)),))
 
 
+def on_one_gpu(command: ScriptCommand) -> ScriptCommand:
+    """The command as one process that sees one GPU, the first: nn.DataParallel would take all."""
+    visible = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",") if word]
+    variables = dict(command.variables) | {"CUDA_VISIBLE_DEVICES": visible[0] if visible else ""}
+    return dataclasses.replace(command, variables=tuple(variables.items()))
+
+
 def clear(run_dir: Path) -> None:
     """Remove the copies of files that all ranks but the first have written: the next start is to find none of them, as rank 0 does not."""
     for folder in (run_dir / "ranks").glob("*/files"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -23,12 +23,18 @@ def targets(training: Training) -> list[torch.nn.Module]:
     """The root modules; of a wrapper of one device or one process the module inside, which it calls unchanged."""
     found: list[torch.nn.Module] = []
     for root in training.roots:
-        module: Any = root.module
-        while of_one(module):
-            module = module.module
+        module = unwrapped(root.module)
         if module not in found:
             found.append(module)
     return found
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """What wrappers of one device or one process hold; the module itself where it is none."""
+    found: Any = module
+    while of_one(found):
+        found = found.module
+    return found  # type: ignore[no-any-return]  # a module's attribute
 
 
 def of_one(module: torch.nn.Module) -> bool:
@@ -53,10 +59,19 @@ def passed_by(wrapper: torch.nn.Module) -> bool:
 _around: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
 
+_replicated: WeakSet[torch.nn.Module] = WeakSet()  # what `--gpus N` trains, without its wrappers of one
+
+
 def replicate(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
     """From now on `ddp` is known to stand around the module, and so around all in it: what a DataParallel holds is a target itself."""
     for inner in module.modules():
         _around[inner] = ref(ddp)
+    _replicated.add(unwrapped(module))
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether what `--gpus N` has put around this module tells graphs of its backward what to send."""
+    return module in _replicated
 
 
 def is_around(module: torch.nn.Module) -> bool:

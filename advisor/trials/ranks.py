@@ -204,11 +204,12 @@ def _together(command: ScriptCommand, ranks: int, script: Script, seed: int, way
 
 
 def reference(script: Script, *, seed: int, steps: int = fresh.STEPS) -> tuple[Measurement, ...]:
-    """One process, and the same with each batch in other orders.
+    """One process on one GPU, and the same with each batch in other orders.
 
     Raises:
         AdvisorError: as `prove` does.
     """
+    script.command = starting.on_one_gpu(script.command)
     script.say("one process, as a reference")
     found = [one_run(script, seed, steps)]
     for turn, by in enumerate(ORDERS, 1):

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from advisor.core.errors import first_line
 from advisor.loop import compiles
 from advisor.transforms import tf32
-from advisor.transforms.forward import CAPTURED, REPLICATED, ForwardStack
+from advisor.transforms.forward import CAPTURED, ForwardStack
 from advisor.transforms.graphs import hooks
 from advisor.transforms.graphs.arguments import Arguments, taken_apart
 from advisor.transforms.graphs.captured import Captured
@@ -29,7 +29,7 @@ from advisor.transforms.graphs.host_values import HostValues
 from advisor.transforms.graphs.replaying import Replay, serving
 from advisor.transforms.graphs.sending import Sending
 from advisor.transforms.patch import is_script
-from advisor.transforms.targets import data_parallel, is_around
+from advisor.transforms.targets import data_parallel, is_around, is_replicated
 
 # Eager calls of a kind before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
 WARM_CALLS = 3
@@ -293,9 +293,8 @@ def unfit(module: torch.nn.Module) -> str:
     """Why this module cannot be graphed; empty when it can."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel over several devices does work of its own around the forward"
-    replicated = ForwardStack.of(module).get(REPLICATED)
     # One hears neither of a replay nor of its gradients, and sends none; but what `--gpus N` has put there tells what it would send.
-    if data_parallel(module) and not hasattr(replicated, "sends"):
+    if data_parallel(module) and not is_replicated(module):
         return "DistributedDataParallel does work of its own around the forward"
     if next(module.parameters(), None) is None:
         return "it has no parameters"

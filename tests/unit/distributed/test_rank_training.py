@@ -239,21 +239,32 @@ def test_a_models_calls_are_seen_and_traced_through(patches: Patches) -> None:
     ("does", "because"),
     [
         (lambda: torch.distributed.init_process_group("gloo"), "a process group of its own"),
-        (lambda: nn.DataParallel(nn.Linear(2, 2)), "over several GPUs"),
+        (lambda: nn.DataParallel(nn.Linear(2, 2), dim=1), "dimension 1 of its inputs"),
     ],
 )
 def test_a_script_that_trains_in_several_by_itself_is_refused_with_its_line(
     patches: Patches,
     capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
     does: Callable[[], object],
     because: str,
 ) -> None:
-    monkeypatch.setattr(nn.DataParallel, "__init__", lambda module, *_: setattr(module, "device_ids", [0, 1]))
     joining.refuse_others(patches)
     with pytest.raises(Refused):
         does()
     assert re.search(rf"test_rank_training.py:\d+: .*{because}", capsys.readouterr().err)
+
+
+def test_data_parallel_over_several_gpus_is_of_the_ranks_own(patches: Patches) -> None:
+    """Whatever GPUs the script names, a rank sees one; and what is inside trains by what stands around the wrapper."""
+    joining.refuse_others(patches)
+    _, gradients = _training(patches)
+    model = nn.DataParallel(nn.Linear(3, 2), device_ids=[0, 1, 2], output_device=2)
+    assert len(model.device_ids) == torch.cuda.device_count()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(torch.ones(4, 3)).sum().backward()
+    optimizer.step()
+    assert gradients.wrapped == [model]
+    assert targets.data_parallel(model.module)
 
 
 def test_ranks_that_have_drawn_another_split_are_refused(

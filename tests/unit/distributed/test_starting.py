@@ -66,6 +66,19 @@ torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.
     assert starting.dead_rank(raised) == "rank 2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."
 
 
+@pytest.mark.parametrize(("visible", "seen"), [(None, "0"), ("2,3", "2"), ("", "")])
+def test_one_process_as_a_reference_sees_one_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: str | None, seen: str
+) -> None:
+    """A script with nn.DataParallel would take them all."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    (tmp_path / "train.py").touch()
+    command = starting.on_one_gpu(ScriptCommand.parse((str(tmp_path / "train.py"),)))
+    assert dict(command.variables)["CUDA_VISIBLE_DEVICES"] == seen
+
+
 def test_each_rank_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for visible, expected in (("", "1"), ("4,6", "6"), ("3", "")):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
