@@ -81,6 +81,11 @@ class KeptChanges:
                 self.left_out[item.transform] = reason
         return not self._waiting
 
+    @property
+    def waiting(self) -> frozenset[str]:
+        """Transforms that did not fit yet."""
+        return frozenset(item.transform for item in self._waiting)
+
     def undo(self) -> None:
         """Take everything back, last first; what waits is dropped.
 

@@ -28,6 +28,7 @@ from advisor.profiling.inside.kernel_time import KernelTime
 from advisor.transforms import registry
 from advisor.transforms.base import Transform
 from advisor.trials import planfile, records
+from advisor.trials.first_steps import Untuned
 from advisor.trials.kept import KeptChanges
 from advisor.trials.statistics import WAITS_FRAC
 
@@ -73,6 +74,7 @@ class MeasureDriver:
             seed_everything(session.seed)
         self.kept = KeptChanges(training, session.kept, find)
         self._settled = self.kept.settle()
+        self._untuned = Untuned(self.kept.waiting)
         self._losses: list[torch.Tensor | float | None] = []
         self._boundaries: list[StepEvent] = []
         self._unsettled: list[StepEvent] = []  # boundaries behind the warm-up, before `session.settle_s` were over
@@ -150,6 +152,7 @@ class MeasureDriver:
         """Keep the boundary of a step that is to be timed."""
         if not self._settled:
             self._settled = self.kept.settle()
+            self._untuned.look(self.kept.waiting)
             return
         if self._seen <= self.session.warmup:
             return
