@@ -10,6 +10,9 @@ FACTOR_MOST = 100.0  # no bound of a speed-up is told above it
 _UNITS = "%|B|[KMGTP]iB|ns|µs|ms|s|min|h|[GT]B/s|[kMGTP]?FLOP(?:/s)?|W|MHz|°C|pairs?|steps?|×"
 
 
+_TIMES = ((1e6, "s"), (1e3, "ms"))
+
+
 def _scaled(value: float, base: float, suffixes: tuple[str, ...]) -> str:
     if not math.isfinite(value):
         return "–"
@@ -27,8 +30,16 @@ def bytes_text(value: float) -> str:
     return _scaled(value, 1024.0, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
-def time_text(value_us: float) -> str:
-    """Microseconds → `870 ns`, `12.3 µs`, `54.8 ms`, `1.20 s`."""
+def time_text(value_us: float, beside_us: float = 0.0) -> str:
+    """Microseconds → `870 ns`, `12.3 µs`, `54.8 ms`, `1.20 s`.
+
+    beside_us: a longer time that it stands beside, whose unit it has then: 62.4 ms of 9.49 s are `0.062 s`. What would be less than a
+    thousandth so has a unit of its own.
+    """
+    size, suffix = next((unit for unit in _TIMES if beside_us >= 0.9995 * unit[0]), (1.0, "µs"))
+    if math.isfinite(value_us) and 0.0005 * size <= abs(value_us) < 0.9995 * size or (beside_us and not value_us):
+        value = value_us / size
+        return f"{value:.{2 if abs(value) >= 0.9995 else 3}f} {suffix}" if value else f"0 {suffix}"
     if 0 < abs(value_us) < 1:
         return f"{value_us * 1e3:.0f} ns"
     return _scaled(value_us, 1000.0, ("µs", "ms", "s"))

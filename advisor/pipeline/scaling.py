@@ -79,7 +79,7 @@ def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, s
     except AdvisorError as error:
         return (f"no prediction for {gpus} ranks: {error}",)
     took = sum(log.stack.plain_us) / len(log.stack.plain_us)
-    low, high = map(time_text, row.step_us)
+    low, high = (time_text(bound, took) for bound in row.step_us)
     return (
         f"predicted from one rank's profile: {low} to {high} a step of {gpus} ranks, {time_text(row.exposed_us)} of it exposed "
         f"communication (link {time_text(link.latency_us)}, {rate_text(link.gbps)}); measured {time_text(took)}: "

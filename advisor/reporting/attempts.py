@@ -23,7 +23,9 @@ def attempt_text(found: Attempt, width: int = 100, color: bool = False) -> str:
             lines += _check(page, label, check, said=found.reason)
     if found.plain_us and found.changed_us:
         plain, changed = (min(times) for times in (found.plain_us, found.changed_us))
-        lines.append(f"  Step      {time_text(plain)} as it is, {time_text(changed)} with it  (fastest run of each)")
+        lines.append(
+            f"  Step      {time_text(plain, changed)} as it is, {time_text(changed, plain)} with it  (fastest run of each)"
+        )
     if found.verdict == Status.KEPT and found.speedup_low is not None and found.speedup_high is not None:
         lines.append(f"  Speed-up  {found.speedup:.2f}× ({bounds_text(found.speedup_low, found.speedup_high)})")
     if found.files:

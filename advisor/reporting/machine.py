@@ -107,9 +107,10 @@ def markdown(profile: StepProfile, findings: Findings | None, trials: TrialLog |
     causes = breakdown.causes(profile)
     if causes:
         lines += ["", "| where the time goes | time | share | of limit |", "|---|---:|---:|---:|"]
+        step_us = breakdown.division(profile).total_us
         for c in causes:
             reach = percent_text(min(1.0, c.limit_us / c.time_us)) if c.limit_us > 0 and c.time_us > 0 else ""
-            lines.append(f"| {cell(c.label)} | {time_text(c.time_us)} | {percent_text(c.frac)} | {reach} |")
+            lines.append(f"| {cell(c.label)} | {time_text(c.time_us, step_us)} | {percent_text(c.frac)} | {reach} |")
     if findings is not None:
         lines += _findings(findings)
     if trials is not None:

@@ -106,7 +106,7 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
     step = breakdown.division(profile)
     note = f"shares of {'the' if step.untraced else 'a traced'} step, {numbers.duration(step.total_us)}"
     if page.drawn:
-        return [page.heading("Where the time goes", note), *_drawn_causes(page, causes)]
+        return [page.heading("Where the time goes", note), *_drawn_causes(page, causes, step.total_us)]
     label_width = min(max(len(c.label) for c in causes), 30)
     fixed = label_width + 20  # margins, time and share
     with_limit = page.width >= fixed + 17 + 8
@@ -116,7 +116,7 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
     for cause in causes:
         filled = page.paint(bar(cause.frac / longest, room), "yellow" if cause.idle else "blue")
         label = clip(cause.label, label_width)
-        line = f"  {label:<{label_width}} {filled} {time_text(cause.time_us):>8} {percent_text(cause.frac):>6}"
+        line = f"  {label:<{label_width}} {filled} {time_text(cause.time_us, step.total_us):>8} {percent_text(cause.frac):>6}"
         if with_limit and cause.limit_us > 0 and cause.time_us > 0:
             line += f"  {percent_text(min(1.0, cause.limit_us / cause.time_us)):>6} of limit"
         lines.append(line)
@@ -125,13 +125,13 @@ def _causes(page: Page, profile: StepProfile) -> list[str]:
     return lines
 
 
-def _drawn_causes(page: Page, causes: Sequence[breakdown.Cause]) -> list[str]:
+def _drawn_causes(page: Page, causes: Sequence[breakdown.Cause], step_us: float) -> list[str]:
     longest, limits = max(c.frac for c in causes), any(c.limit_us > 0 for c in causes)
     where = page.width >= WIDE
     rows = []
     for c in causes:
         row = [c.label, page.paint(bar(c.frac / longest, BAR).rstrip(), "yellow" if c.idle else "blue")]
-        row += [time_text(c.time_us), percent_text(c.frac)]
+        row += [time_text(c.time_us, step_us), percent_text(c.frac)]
         if limits:
             row.append(percent_text(min(1.0, c.limit_us / c.time_us)) if c.limit_us > 0 and c.time_us > 0 else "")
         if where:
@@ -146,13 +146,14 @@ def _gaps(page: Page, profile: StepProfile) -> list[str]:
     if not gaps:
         return []
     lines = [page.heading("Largest gaps to the limit", "time above this machine's minimum")]
+    longest_us = max(g.time_us for g in gaps)
     if page.drawn:
         rows = [
             [
                 (g.module or g.op) + (f" ×{g.modules}" if g.modules > 1 else ""),
                 breakdown.KIND_LABELS.get(g.kind, g.kind),
-                time_text(g.time_us),
-                time_text(g.limit_us),
+                time_text(g.time_us, longest_us),
+                time_text(g.limit_us, longest_us),
                 page.paint(" · ".join(part for part in (g.layer, g.source) if part), "dim"),
             ]
             for g in gaps
@@ -163,9 +164,8 @@ def _gaps(page: Page, profile: StepProfile) -> list[str]:
     kind_width = min(max(len(breakdown.KIND_LABELS.get(g.kind, g.kind)) for g in gaps), 18)
     for g, full in zip(gaps, names, strict=True):
         name, kind = clip_path(full, name_width), clip(breakdown.KIND_LABELS.get(g.kind, g.kind), kind_width)
-        head = (
-            f"  {name:<{name_width}}  {kind:<{kind_width}}  {time_text(g.time_us):>8}, limit {time_text(g.limit_us):>8}"
-        )
+        took, least = time_text(g.time_us, longest_us), time_text(g.limit_us, longest_us)
+        head = f"  {name:<{name_width}}  {kind:<{kind_width}}  {took:>8}, limit {least:>8}"
         about = " · ".join(part for part in (g.layer, g.source) if part)
         if len(head) + 2 + len(about) <= page.width:
             lines.append(head + "  " + page.paint(about, "dim"))

@@ -174,7 +174,7 @@ def _gpu_work(profile: StepProfile) -> list[Place]:
 
 def _work_text(line: WorkLine, work: LoaderWork) -> str:
     place = f"{line.source}: {line.told}" if line.source else line.told
-    return f"{place} ({time_text(line.time_us)} of {time_text(work.batch_us)} a batch)"
+    return f"{place} ({time_text(line.time_us, work.batch_us)} of {time_text(work.batch_us)} a batch)"
 
 
 def _optimizers(profile: StepProfile) -> list[Place]:

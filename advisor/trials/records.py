@@ -29,6 +29,7 @@ MEASURE_FILE = "measure.json"
 PLAIN_FILE = "plain.json"  # a `Measurement` of the plain script by the process that was profiled
 FAULT_FILE = "fault.txt"
 SPENT_FILE = "spent.json"
+UNDECIDED = "fresh runs decide"  # behind the reason of what the loop keeps until then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

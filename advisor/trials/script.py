@@ -218,7 +218,8 @@ class Script:
             self.on_trial = ""
             self.model_hash = str(event.get("model") or self.model_hash)
             reason = str(event.get("reason"))
-            self.say(f"{name}: {event.get('status')}, {'as above' if reason == self._told_reason else reason}")
+            status = "open" if records.UNDECIDED in reason else event.get("status")
+            self.say(f"{name}: {status}, {'as above' if reason == self._told_reason else reason}")
             self._told_reason = reason
         elif kind == "postponed":
             self.say(f"{name}: {event.get('reason')}; advisor tries it again after CUDA graphs")

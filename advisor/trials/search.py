@@ -85,7 +85,7 @@ def begin(
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
     choose = CandidateChooser(budget, ask)
-    say(_limits(budget))
+    say(_limits(budget, budget.until - processes.deadline))
     stack = StackTrial(script, runs, budget, options.min_gain)
     search = Search(
         processes=processes,
@@ -127,10 +127,10 @@ def _tells(noise: float, step_s: float) -> str:
     return f"with this loop's noise a trial can detect differences above {percent_text(least)} of a step within {time_text(seconds * 1e6)}"
 
 
-def _limits(budget: Budget) -> str:
+def _limits(budget: Budget, reserve_s: float) -> str:
     """What the time is for, and what Ctrl-C does, said before the first trial."""
     return (
-        f"searching for about {budget.whole_s:.0f} s, {budget.reserve_s(quick=True):.0f} s of them for the final comparison. "
+        f"searching for about {budget.whole_s:.0f} s, {reserve_s:.0f} s of them for the final comparison. "
         "Ctrl-C ends the search: the plan then holds the proved changes, and other faster changes as unconfirmed"
     )
 
@@ -271,7 +271,7 @@ class Search:
                 return None
             self.rounds.known += (asked,)
         if records.untried(run_dir, [asked]):
-            records.save_verdict(run_dir, records.verdict_on(asked, Status.KEPT, f"{feeding.WHY}; fresh runs decide"))
+            records.save_verdict(run_dir, records.verdict_on(asked, Status.KEPT, f"{feeding.WHY}; {records.UNDECIDED}"))
         return asked
 
     def _note_proof(self) -> None:

@@ -142,12 +142,12 @@ def _doubts(found: Aggregate, facts: FactsRecord, step: Spread | None) -> list[s
     notes = []
     if step is not None and 0 < step.median < found.limit_us:
         notes.append(
-            f"the limit of {time_text(found.limit_us)} is longer than the step of {time_text(step.median)}: this machine's rates were "
+            f"the limit of {time_text(found.limit_us)} is longer than the step of {time_text(step.median, found.limit_us)}: this machine's rates were "
             "measured while it was busy, or the step's data stay in a cache; shares of the limit mean nothing here"
         )
     if step is not None and found.steps and facts.input.next_us - found.next_us > CAUGHT_UP_FRAC * step.median:
         notes.append(
-            f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us)}: tracing "
+            f"a step spends {time_text(facts.input.next_us)} in the loader's next(), a traced one {time_text(found.next_us, facts.input.next_us)}: tracing "
             "slows the host, and the loader catches up; waits for data are told as in untraced steps"
         )
     return notes

@@ -78,12 +78,12 @@ def _refusal(other: Timed, usual: Timed, least_us: float, allowed: float) -> str
         return f"error {other.error:.1e}, where {allowed:.1e} is allowed"
     gain = 1.0 - other.typical_us / usual.typical_us
     if gain < LEAST_GAIN or max(other.times_us) >= min(usual.times_us):
-        return f"{time_text(other.typical_us)}, which is not faster beyond noise than {time_text(usual.typical_us)}"
+        return f"{time_text(other.typical_us, usual.typical_us)}, which is not faster beyond noise than {time_text(usual.typical_us)}"
     return ""
 
 
 def _below(timed: Timed, least_us: float) -> str:
     if least_us > RATES_ERROR * min(timed.times_us):
-        took, least = time_text(min(timed.times_us)), time_text(least_us)
+        took, least = time_text(min(timed.times_us), least_us), time_text(least_us)
         return f"error: {timed.way} took {took}, and this machine needs {least} at least"
     return ""

@@ -353,7 +353,7 @@ class Trial:
         # Where the host's noise hides it, fresh processes have the kernels' time beside the step's.
         least = 0.0 if self.times.off.host_bound else LOOKS_FASTER * self.loop.session.min_gain
         if decision.point > least if decision.point is not None else not self._seen_slower():
-            return dataclasses.replace(decision, status=Status.KEPT, reason=f"{decision.reason}; fresh runs decide")
+            return dataclasses.replace(decision, status=Status.KEPT, reason=f"{decision.reason}; {records.UNDECIDED}")
         return dataclasses.replace(decision, status=Status.INCONCLUSIVE)  # there will be no more pairs
 
     def _see_effect_late(self) -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from advisor.core.units import counted, percent_text, samples_text, unbroken
+from advisor.core.units import counted, percent_text, samples_text, time_text, unbroken
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,19 @@ def test_one_is_singular() -> None:
 )
 def test_few_samples_a_second_keep_their_digits(rate, text):
     assert samples_text(rate) == text
+
+
+@pytest.mark.parametrize(
+    ("value_us", "beside_us", "text"),
+    [
+        (6.23e6, 9.49e6, "6.23 s"),
+        (62_400.0, 9.49e6, "0.062 s"),
+        (480.0, 9.49e6, "480 µs"),  # less than a thousandth of a second
+        (641.0, 54_800.0, "0.641 ms"),
+        (54_800.0, 54_800.0, "54.8 ms"),
+        (1.2e6, 870.0, "1.20 s"),  # what stands beside it is shorter
+        (0.0, 54_800.0, "0 ms"),
+    ],
+)
+def test_a_time_has_the_unit_of_what_it_stands_beside(value_us: float, beside_us: float, text: str) -> None:
+    assert time_text(value_us, beside_us) == text

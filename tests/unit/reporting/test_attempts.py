@@ -16,7 +16,7 @@ def test_the_verdict_comes_first_then_each_check_then_the_times():
         "Effect", "Numerics", "Timing", "Step", "Speed-up", "Files", "Run",
     ]  # fmt: skip
     assert "  Effect    open: not seen" in lines
-    assert "  Step      1.00 ms as it is, 500 µs with it  (fastest run of each)" in lines
+    assert "  Step      1.00 ms as it is, 0.500 ms with it  (fastest run of each)" in lines
 
 
 def test_what_is_not_kept_has_no_speed_up():

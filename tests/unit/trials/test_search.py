@@ -1123,6 +1123,16 @@ def test_recipes_and_long_first_steps_are_not_tried(script):
     assert apply(script, "compile_max_autotune", time_s=1200.0)[3]["compile_max_autotune"].status == "reverted"
 
 
+def test_what_fresh_runs_are_to_decide_is_not_told_as_kept(tmp_path):
+    """ "Kept, too noisy to confirm a gain": a reader takes the one for the contrary of the other."""
+    said = []
+    script = RealScript(COMMAND, tmp_path, lambda *_, **__: Exit(code=0), said.append)
+    reason = f"too noisy to confirm a gain of 1.0 %; {records.UNDECIDED}"
+    script.told({"event": "verdict", "title": "tf32", "status": "kept", "reason": reason})
+    script.told({"event": "verdict", "title": "compile", "status": "kept", "reason": "faster"})
+    assert said == [f"tf32: open, {reason}", "compile: kept, faster"]
+
+
 def test_what_time_is_kept_for_is_said_before_it_is_missed(script):
     script.verdicts = {"tf32": "reverted"}
     said = []
