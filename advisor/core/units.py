@@ -37,9 +37,10 @@ def time_text(value_us: float, beside_us: float = 0.0) -> str:
     thousandth so has a unit of its own.
     """
     size, suffix = next((unit for unit in _TIMES if beside_us >= 0.9995 * unit[0]), (1.0, "µs"))
-    if math.isfinite(value_us) and 0.0005 * size <= abs(value_us) < 0.9995 * size or (beside_us and not value_us):
-        value = value_us / size
-        return f"{value:.{2 if abs(value) >= 0.9995 else 3}f} {suffix}" if value else f"0 {suffix}"
+    if not value_us:
+        return f"0 {suffix}"
+    if beside_us and 0.0005 * size <= abs(value_us) < 0.9995 * size:
+        return f"{value_us / size:.3f} {suffix}"
     if 0 < abs(value_us) < 1:
         return f"{value_us * 1e3:.0f} ns"
     return _scaled(value_us, 1000.0, ("µs", "ms", "s"))
