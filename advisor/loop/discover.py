@@ -1,8 +1,7 @@
 """Finds the live objects of the training loop, in the loop, without changing them.
 
 For the first steps `nn.Module.__call__` and a few other entry points are observed (`Discovery.look`); after that only the
-classes of the root modules are, at one observed call per root and step. What was found stands in `Training`; facts.py
-turns it into plain data.
+classes of the root modules are, at one observed call per root and step. What was found stands in `Training`.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ from advisor.loop.observed import IteratorSeen, Observations
 from advisor.loop.patches import Patch
 from advisor.loop.recorded import RecordedStep
 from advisor.loop.rootcalls import RootCalls
-from advisor.loop.session import tell
 from advisor.loop.sources import user_line
 from advisor.loop.steps import FORWARD, StepWatcher
 from advisor.loop.training import RootModule, StepEvent, Training
 from advisor.loop.values import autocast_dtype, class_of, elements, inner, sent, shapes
-from advisor.loop.waiting import CALLED
+from advisor.loop.waiting import tell_called
 
 # Steps to look closely at: the first builds lazy modules and optimizer state, the second is typical, one to spare.
 LOOK_STEPS = 3
@@ -263,8 +261,7 @@ class Discovery:
             level = getattr(depth, "level", 0)
             if level == 0 and not self.seen.first_ns:
                 self.seen.first_ns = time.perf_counter_ns()
-                search = torch.backends.cudnn.benchmark and torch.cuda.is_initialized()
-                tell(self.watcher.session, CALLED, search=search)
+                tell_called(self.watcher.session, torch)
             depth.level = level + 1
             entering(module, args)
             try:

@@ -15,7 +15,7 @@ from enum import IntEnum
 from typing import Any
 
 from advisor.core.units import counted
-from advisor.loop.session import Session
+from advisor.loop.session import Session, tell
 
 # Events of the child; bootstrap/sitecustomize.py writes some of them itself.
 STARTED, IMPORTED, ATTACHED, STEP, FAULT = "started", "imported", "attached", "step", "fault"
@@ -32,6 +32,11 @@ STARTS, START_MARGIN_S = 4.0, 20.0
 INTERRUPTED = "interrupted"
 SEARCHES = "; cudnn.benchmark is on, so cuDNN times its algorithms in the first step"
 OTHERS_WORKED = "processes that the script started did the work and joined no process group; call the function that trains in the script itself"
+
+
+def tell_called(session: Session, torch: Any) -> None:
+    """The model is called for the first time; `torch` is the script's module: waits are looked at before there is one."""
+    tell(session, CALLED, search=torch.backends.cudnn.benchmark and torch.cuda.is_initialized())
 
 
 def others_worked() -> list[str]:
