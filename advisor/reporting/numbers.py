@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from advisor.core.findings import Interval
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread
@@ -9,6 +11,12 @@ from advisor.core.units import bytes_text, percent_text, rate_text, time_text
 
 TOLD_LOSS = 0.01  # of the step: what no search tells from nothing (--min-gain) is not told as a loss
 LEAST = "<0.1"  # what would else read as nothing, in per cent
+_BY_UNIT: dict[str, Callable[[float], str]] = {
+    "frac": percent_text,
+    "us": time_text,
+    "bytes": bytes_text,
+    "gbps": rate_text,
+}
 
 
 def interval(low: float, high: float) -> str:
@@ -63,8 +71,7 @@ def value(metric: float | str | bool | None, unit: str) -> str:
         return "yes" if metric else "no"
     if isinstance(metric, str):
         return metric or "none"
-    known = {"frac": percent_text, "us": time_text, "bytes": bytes_text, "gbps": rate_text}.get(unit)
-    if known is not None:
+    if (known := _BY_UNIT.get(unit)) is not None:
         return known(metric)
     suffix = {"watt": " W", "mhz": " MHz", "percent_c": " °C", "tflops": " TFLOP/s"}.get(unit, "")
     return (f"{metric:,.0f}" if metric == int(metric) or abs(metric) >= 100 else f"{metric:.3g}") + suffix
