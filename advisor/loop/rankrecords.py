@@ -64,6 +64,15 @@ def of(
     )
 
 
+def elsewhere(folder: Path) -> str:
+    """Why there is no report here, where ranks have left records and the first, whose steps are traced, is not among them; else nothing."""
+    here = sorted(int(path.stem.removeprefix("rank-")) for path in folder.glob("rank-[0-9]*.json"))
+    if not here or not here[0]:
+        return ""
+    which = f"rank {here[0]}" if len(here) == 1 else f"ranks {here[0]} to {here[-1]}"
+    return f"{which} trained here; rank 0, whose steps are traced, trains on another host, and the advisor there has the report"
+
+
 def notes(folder: Path, ranks: int, step_us: float) -> tuple[str, ...]:
     """What the records in a run folder say of so many ranks; nothing of one."""
     if ranks < 2:

@@ -254,6 +254,7 @@ def _read(
         ended: how; None where it goes on.
         notes: what people are to know beside what was measured.
     """
+    from advisor.loop import rankrecords
     from advisor.profiling.after.assemble import assemble
 
     say("reading the trace")
@@ -266,7 +267,7 @@ def _read(
     storage.save(run_dir / PROFILE_FILE, measured)
     if is_empty(measured):
         if ended is not None:
-            say(nothing_measured(measured, ended))
+            say(rankrecords.elsewhere(run_dir) or nothing_measured(measured, ended))
         return ProfileResult(run_dir=run_dir, exit_code=code, profile=None)
     found = evaluate_run(measured, run_dir, rules_dirs=rules_dirs)
     storage.save(run_dir / FINDINGS_FILE, found)

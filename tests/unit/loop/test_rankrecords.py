@@ -68,3 +68,16 @@ def test_own_work_ends_where_the_backward_begins(monkeypatch: pytest.MonkeyPatch
         assert work.times_us() == pytest.approx([3000.0, 4000.0])
     finally:
         patches.restore_all()
+
+
+@pytest.mark.parametrize(
+    ("here", "told"),
+    [((), ""), ((0, 1), ""), ((3,), "rank 3 trained here; rank 0"), ((2, 3), "ranks 2 to 3 trained here")],
+)
+def test_a_host_without_rank_0_says_where_the_report_is(tmp_path: Path, here: tuple[int, ...], told: str) -> None:
+    (tmp_path / "rank-notes.json").touch()  # another file by such a name
+    for rank in here:
+        rankrecords.file_of(tmp_path, rank).touch()
+    found = rankrecords.elsewhere(tmp_path)
+    assert found.startswith(told)
+    assert bool(found) == bool(told)
