@@ -29,4 +29,5 @@ def fill(view: View, table: MetricTable) -> None:
         if view.on_gpu:
             table.miss("cupy_compiles", _NOT_CUPY)
     else:
+        table.set("cupy_cub", view.profile.model.flags.get("cupy_cub", True))
         table.set("cupy_pool", view.profile.model.flags.get("cupy_pool", True))

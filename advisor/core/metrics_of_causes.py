@@ -189,6 +189,7 @@ CAUSES: tuple[MetricSpec | Section, ...] = (
     number("cupy_kernels_made", "count", "kernel objects that a CuPy loop makes per step, whatever their source"),
     number("cupy_compiles", "count", "modules of compiled kernels that a CuPy loop loads per step", GPU),
     flag("cupy_pool", "arrays of a CuPy loop come from a memory pool"),
+    flag("cupy_cub", "reductions of a CuPy loop may use CUB"),
     number("cupy_columns_frac", "frac", "share of device time in which a CuPy loop turns images into columns or back"),
     number("cupy_scatter_frac", "frac", "share of device time in a CuPy loop's additions at indices"),
     number("cupy_sums_frac", "frac", "share of device time in a CuPy loop's sums, means and variances"),

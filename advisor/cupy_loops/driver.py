@@ -154,9 +154,16 @@ class CupyProfile:
         try:
             trace = traced.stop([bound.host_ns for bound in self._bounds])
             if len(self._bounds) > 1:
+                self._note_requests(traced.memory, len(self._bounds) - 1)
                 save_trace(self.session.folder / TRACE_FILE, trace)
         except Exception as error:
             self._notes.append(f"no trace: {first_line(error)}")
+
+    def _note_requests(self, counted: Any, steps: int) -> None:
+        if counted is not None:  # those of the step in which the window began are among them
+            self._memory = replace(
+                self._memory, allocations=counted.asked / steps, device_allocations=counted.from_driver / steps
+            )
 
     def at_exit(self) -> None:
         """Write what there is, when the script ends before all is measured."""

@@ -19,6 +19,7 @@ VARIABLES = (
 )
 _FEWER_BITS = {3: "fp16", 6: "bf16", 7: "tf32"}  # cupy._core's COMPUTE_TYPE_FP16, _BF16, _TF32
 # What products' terms are off by then, in parts of their magnitude; TF32 may be on in one of two that are compared.
+CUB = 1  # of cupy._core's accelerators
 ROUNDED_BY = {"": 2e-3, "tf32": 2e-3, "bf16": 1.2e-2, "fp16": 4e-3}
 _ASKED = os.environ.get("CUPY_TF32", "0") not in ("", "0")  # CuPy reads it at its import
 
@@ -38,11 +39,11 @@ class PoolReadings:
             self.used.append(int(pool.used_bytes()))
             self.held.append(int(pool.total_bytes()))
 
-    def stats(self, allocations: float = 0.0) -> MemoryStats:
+    def stats(self) -> MemoryStats:
         """Of the readings; growth where it is the same all through."""
         total = _total_bytes(self.module)
         if not self.used:
-            return MemoryStats(total_bytes=total, allocations=allocations)
+            return MemoryStats(total_bytes=total)
         steps = len(self.used) - 1
         growth = (self.used[-1] - self.used[0]) / steps if steps > 0 else None
         rising = all(b > a for a, b in zip(self.used, self.used[1:], strict=False))
@@ -50,7 +51,6 @@ class PoolReadings:
             peak_allocated_bytes=max(self.used),
             peak_reserved_bytes=max(self.held),
             total_bytes=total,
-            allocations=allocations,
             growth_bytes=growth,
             growth_steady=steps > 3 and rising,
         )
@@ -84,6 +84,42 @@ def fewer_bits(module: Any) -> str:
     return found or ("tf32" if _ASKED else "")
 
 
+def reductions_by_cub(module: Any) -> bool:
+    """Whether CuPy's reductions may use CUB, as they do unless CUPY_ACCELERATORS says otherwise; true where that cannot be told."""
+    get = getattr(getattr(module, "_core", None), "get_reduction_accelerators", None)
+    return get is None or CUB in get()
+
+
+def requests(module: Any) -> Any:
+    """Counts what is asked of CuPy's memory pool, and what that asks of the driver, inside a `with` and in this thread; None where CuPy has
+    no such hooks.
+
+    Returns:
+        a hook with `asked` and `from_driver`.
+    """
+    base = getattr(getattr(module, "cuda", None), "MemoryHook", None)
+    if base is None:
+        return None
+
+    class Requests(base):  # type: ignore[misc,valid-type]  # a class known at run time
+        """Sees the requests of a thread."""
+
+        name = "advisor"
+
+        def __init__(self) -> None:
+            self.asked = self.from_driver = 0
+
+        def malloc_postprocess(self, **kwargs: Any) -> None:
+            """The pool has given memory."""
+            self.asked += 1
+
+        def alloc_postprocess(self, **kwargs: Any) -> None:
+            """The driver has."""
+            self.from_driver += 1
+
+    return Requests()
+
+
 def model_facts(module: Any, dtypes: Counter[str]) -> ModelFacts:
     """Facts for the rules.
 
@@ -99,6 +135,7 @@ def model_facts(module: Any, dtypes: Counter[str]) -> ModelFacts:
             "tf32_matmul": bool(fewer_bits(module)),
             "cupy_alone": True,
             "cupy_pool": pooled(module),
+            "cupy_cub": reductions_by_cub(module),
         },
         env={name: os.environ[name] for name in VARIABLES if name in os.environ},
     )

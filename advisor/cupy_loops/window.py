@@ -11,6 +11,7 @@ from typing import Any
 
 from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
 from advisor.cupy_loops.clock import synchronize
+from advisor.cupy_loops.facts import requests
 from advisor.loop.patches import Patches
 from advisor.loop.sources import Lines
 from advisor.profiling.inside.cupy_surface import Surface
@@ -28,6 +29,7 @@ class Window:
         self._lines = Lines()
         self._calls: list[tuple[str, int, int, str, str, str]] = []  # name, start, end, line, shapes, dtypes
         self._activity: Any = None
+        self.memory = requests(module)  # counts what is asked of the memory pool; None where it cannot
         if hasattr(module, "cuda"):
             try:
                 self._activity = activity()
@@ -44,6 +46,9 @@ class Window:
                 self._activity = None
                 self.notes.append(f"no records of the device: {error.found}")
         Surface(self.module, self._seen, self._patches).patch()
+        if self.memory is not None:
+            self.memory.__enter__()
+            self._patches.undo(lambda: self.memory.__exit__(None, None, None))
 
     @property
     def events(self) -> int:

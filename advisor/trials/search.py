@@ -38,7 +38,7 @@ from advisor.trials.statistics import block_s
 from advisor.userfiles import owners
 
 # Of a CuPy loop's changes, what is left out first where all of them together give no measurement.
-FROM_START = ("graphs", "precision", "")
+FROM_START = ("graphs", "precision", "kernels", "")
 # Steps for a process that was profiled to settle in: its loop is looked at anew, for what a profile does not keep.
 WARMUP_HANDED = 4
 

@@ -16,7 +16,7 @@ SOURCES = frozenset({"array", "asarray", "asanyarray", "ascontiguousarray"})
 HOSTED = frozenset(
     {"nonzero", "argwhere", "flatnonzero", "unique", "bincount", "histogram", "compress", "extract", "set"}
 )
-PRODUCTS = frozenset({"dot", "matmul", "tensordot", "__matmul__", "__rmatmul__"})
+PRODUCTS = frozenset({"dot", "matmul", "tensordot", "einsum", "inner", "__matmul__", "__rmatmul__"})
 UNFILLED = frozenset({"empty", "empty_like", "ndarray"})  # what these give holds no values yet
 IN_PLACE = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "pow", "and", "or", "xor", "floordiv", "mod")
@@ -161,6 +161,19 @@ class Element:
     target: bool = False
     windows: tuple[Window, ...] = ()  # in place of an expression: these added or put, in their order, from 0
     also: tuple[int, ...] = ()  # further calls that it stands for
+    # In place of an expression: the largest (`code` is ">") or smallest of an array's elements over these of its dimensions.
+    reduced: tuple[int, tuple[int, ...]] | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether it reads other elements of an array than the one at its own place."""
+        return bool(self.windows) or self.reduced is not None
+
+    @property
+    def looked_through(self) -> list[int]:
+        """Places of arrays of which it reads other elements than the one at its own place."""
+        found = [window.place for window in self.windows]
+        return found if self.reduced is None else [*found, self.reduced[0]]
 
 
 @dataclass(slots=True, eq=False)

@@ -13,8 +13,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from advisor.cupy_loops.facts import fewer_bits
-from advisor.cupy_loops.replay import laid
+from advisor.cupy_loops.replay import laid, subscripts
+from advisor.cupy_loops.replay.gathered import AskedProduct, Gatherer, operands
 from advisor.cupy_loops.replay.laid import Copies, Copy
+from advisor.cupy_loops.replay.memory import pointer
 
 WORKSPACE = 32 << 20  # bytes; what cuBLAS recommends for sm_90
 # cudaDataType, cublasComputeType_t and the type of alpha and beta, by NumPy's name
@@ -38,19 +40,30 @@ class Products:
         self._check(self._library.cublasCreate_v2(ctypes.byref(self._handle)))
         self._workspace = module.empty(WORKSPACE, dtype="uint8")
         self.copies = Copies(module)
-        self._asked: set[Copy] | None = None
+        self.gatherer = Gatherer(module)
+        self._asked: list[AskedProduct] | None = None
 
-    def needed(self, calls: Iterable[Callable[[], Any]]) -> set[Copy]:
-        """Copies that products of these calls take, none of which is made: of one that fails, those before it."""
-        found: set[Copy] = set()
-        self._asked = found
+    def prepare(self, calls: Iterable[Callable[[], Any]], ms: Callable[[Callable[[], Any]], float]) -> None:
+        """Before these calls are captured: kernels of the copies that their products take are compiled, and products chosen that take none.
+
+        Args:
+            calls: make products of the loop's own arrays; nothing of these is computed. ms: milliseconds that the device takes for a call.
+        """
+        self._asked = []
         try:
             for call in calls:
                 with contextlib.suppress(Exception):  # the graph will say so
                     call()
         finally:
-            self._asked = None
-        return found
+            asked, self._asked = self._asked, None
+        self.copies.compile(copy for each in asked for _, copy in each.copies)
+        self.copies.remember(True)
+        try:
+            self.gatherer.choose(asked, ms, tf32=fewer_bits(self.module) == "tf32")
+        except Exception:  # no memory for both ways, most likely: what is there is cuBLAS's
+            self.gatherer.chosen.clear()
+        finally:
+            self.copies.remember(False)
 
     def dot(self, a: Any, b: Any, out: Any = None) -> Any:
         """As `cupy.dot` for arrays of one or more dimensions."""
@@ -108,6 +121,32 @@ class Products:
         self._gemm((a, left, first), (b, second, right), k, result)
         return result.reshape([*(a.shape[i] for i in left), *(b.shape[i] for i in right)])
 
+    def inner(self, a: Any, b: Any) -> Any:
+        """As `cupy.inner` for arrays of one or more dimensions."""
+        if a.ndim == 0 or b.ndim == 0 or a.ndim == b.ndim == 1:
+            raise CublasUnavailable("a product of vectors or numbers")
+        return self.tensordot(a, b, (a.ndim - 1, b.ndim - 1))
+
+    def einsum(self, text: Any, a: Any, b: Any) -> Any:
+        """As `cupy.einsum` of two arrays, where each letter is summed or kept: a product, and its dimensions in another order."""
+        found = subscripts.contraction(text, a.shape, b.shape) if isinstance(text, str) else None
+        if found is None:
+            raise CublasUnavailable("a sum that is no product of two matrices")
+        if found.batch:
+            left, right = (value.transpose(order) for value, order in zip((a, b), found.orders, strict=True))
+            shape = (
+                *left.shape[: found.batch],
+                *left.shape[found.batch : found.batch + found.rows],
+                *right.shape[found.batch + found.summed :],
+            )
+            made = self.matmul(
+                left.reshape(_size(left.shape[: found.batch]), -1, found.depth),
+                right.reshape(_size(right.shape[: found.batch]), found.depth, -1),
+            ).reshape(shape)
+        else:
+            made = self.tensordot(a, b, found.axes)
+        return made.transpose(found.into)
+
     def _dtype(self, a: Any, b: Any) -> Any:
         """The type of the product, and of what is multiplied."""
         found = self.module.result_type(a, b)
@@ -122,10 +161,35 @@ class Products:
 
     def _gemm(self, a: Side, b: Side, k: int, out: Any) -> None:
         """out (m, n) = a b. Row by row that is, column by column, the product of the transposed ones the other way round."""
-        to = "bfloat16" if out.dtype == "float32" and fewer_bits(self.module) == "bf16" else str(out.dtype)
-        (of_a, turn_a, lead_a), (of_b, turn_b, lead_b) = self._laid(*a, to), self._laid(*b, to)
+        bits = fewer_bits(self.module)
+        to = "bfloat16" if out.dtype == "float32" and bits == "bf16" else str(out.dtype)
+        a, b = ((_typed(value, to), rows, columns) for value, rows, columns in (a, b))
         if self._asked is not None:
+            self._asked.append(self._question(a, b, k, out, to))
             return
+        if to == "float32" == str(a[0].dtype) == str(b[0].dtype):
+            gathered = self.gatherer.chosen.get((operands(a, b), bits == "tf32"))
+            if gathered is not None:
+                gathered(a[0], b[0], out)
+                return
+        self._by_cublas(a, b, k, out, to)
+
+    def _question(self, a: Side, b: Side, k: int, out: Any, to: str) -> AskedProduct:
+        copies: dict[tuple[int, Copy], Callable[[], Any]] = {}
+        for value, rows, columns in (a, b):
+            if (copy := laid.matrix(value, rows, columns, to).copy) is not None:
+                copies[pointer(value), copy] = functools.partial(self.copies.make, value, copy)
+        single = to == "float32" == str(a[0].dtype) == str(b[0].dtype)
+        return AskedProduct(
+            operands=operands(a, b) if single else None,
+            plain=functools.partial(self._by_cublas, a, b, k, out, to),
+            arrays=(a[0], b[0], out),
+            copies=copies,
+            largest=max((copy.size for _, copy in copies), default=0),
+        )
+
+    def _by_cublas(self, a: Side, b: Side, k: int, out: Any, to: str) -> None:
+        (of_a, turn_a, lead_a), (of_b, turn_b, lead_b) = self._laid(*a, to), self._laid(*b, to)
         m, n = out.shape
         kind, compute, scalar = self._ready(out.dtype)
         given = _BF16 if to == "bfloat16" else kind
@@ -151,13 +215,8 @@ class Products:
 
     def _laid(self, value: Any, rows: list[int], columns: list[int], to: str) -> tuple[Any, bool, int]:
         """The array as a matrix of this type, a copy if it must be; whether it lies column by column; and the distance of its rows or columns."""
-        kind = str(value.dtype)
-        if kind != to and (kind not in ("float32", "float64") or to == "float16"):
-            value = value.astype("float32" if to == "bfloat16" else to)
         found = laid.matrix(value, rows, columns, to)
-        if found.copy is not None and self._asked is not None:
-            self._asked.add(found.copy)
-        elif found.copy is not None:
+        if found.copy is not None:
             value = self.copies.made(value, found.copy)
         return value, found.turned, found.lead
 
@@ -175,6 +234,14 @@ def _library() -> Any:
         except OSError:
             continue
     raise CublasUnavailable("no " + " or ".join(_NAMES))
+
+
+def _typed(value: Any, to: str) -> Any:
+    """The array, of a type that copies and cuBLAS take for products of this type."""
+    kind = str(value.dtype)
+    if kind != to and (kind not in ("float32", "float64") or to == "float16"):
+        return value.astype("float32" if to == "bfloat16" else to)
+    return value
 
 
 def _size(shape: Any) -> int:

@@ -19,7 +19,7 @@ from advisor.cupy_loops.replay.naive import Meaning
 from advisor.cupy_loops.replay.sums import Sums
 
 RELAXED = 2  # cudaStreamCaptureModeRelaxed: memory may be taken from the driver meanwhile
-TIMED = 7  # of each of two ways to compute the same
+TIMED, TIMED_TOGETHER = 5, 6  # launches of a graph that times a call, and calls in it
 MOST_MEMORY = 0.2  # of what is free, for the arrays of one arena: there are two, and copies while a graph is judged
 
 
@@ -44,6 +44,8 @@ class Graphs:
             "__matmul__": self.products.matmul,
             "__rmatmul__": self.products.rmatmul,
             "tensordot": self.products.tensordot,
+            "inner": self.products.inner,
+            "einsum": self.products.einsum,
             "sum": sums.sum,
             "mean": sums.mean,
             "var": sums.var,
@@ -93,27 +95,50 @@ class Graphs:
 
     def operation(self, found: Meaning, inputs: list[Any]) -> Callable[..., None] | None:
         """What computes this in a graph of inputs that lie as these do, into an output."""
-        return naive_operations(self.module, self.products, found, inputs)
+        return naive_operations(self.module, self.products, found, inputs, self.ms)
 
     def faster(self, first: Callable[[], Any], second: Callable[[], Any]) -> bool:
-        """Whether the device does the first in less time: the best of a few, each behind the other."""
-        events = self.module.cuda.Event
-        best = [float("inf"), float("inf")]
-        for number, call in [(0, first), (1, second)] * TIMED:
+        """Whether the device does the first in less time."""
+        return self.ms(first) < self.ms(second)
+
+    def ms(self, call: Callable[[], Any]) -> float:
+        """Milliseconds that the device takes for a call: several behind each other in a graph, so that what launching costs the host is not
+        timed; the best of a few. Where it cannot be captured, one by one.
+        """
+        call()
+        self.module.cuda.runtime.deviceSynchronize()
+        try:
+            graph = self._several(call)
+            return self._best(graph.launch) / TIMED_TOGETHER
+        except Exception:
+            return self._best(call)
+
+    def _several(self, call: Callable[[], Any]) -> Any:
+        with self.stream:
+            self.stream.begin_capture(RELAXED)
+            try:
+                for _ in range(TIMED_TOGETHER):
+                    call()
+            finally:
+                graph = self.stream.end_capture()
+        return graph
+
+    def _best(self, call: Callable[[], Any]) -> float:
+        events, best = self.module.cuda.Event, float("inf")
+        for _ in range(TIMED):
             begins, ends = events(), events()
-            self.module.cuda.runtime.deviceSynchronize()
             begins.record()
             call()
             ends.record()
             ends.synchronize()
-            best[number] = min(best[number], self.module.cuda.get_elapsed_time(begins, ends))
-        return best[0] < best[1]
+            best = min(best, self.module.cuda.get_elapsed_time(begins, ends))
+        return best
 
     def _compile(self, program: Program, arena: Arena) -> None:
         there = samples(program)
         entries = [entry for entry in program.entries if entry.how == "run" and entry.name in PRODUCTS and entry.run]
         calls = [lambda entry=entry: arena.run(entry, at=there) for entry in entries]
-        self.products.copies.compile(self.products.needed(calls))
+        self.products.prepare(calls, self.ms)
         steps = [step for plan in program.plans.values() for step in plan]
         try:
             self.kernels.compile(steps, there, [str(dtype) for dtype in program.scalar_dtypes])

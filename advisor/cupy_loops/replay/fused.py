@@ -30,7 +30,7 @@ def body(cluster: Cluster, arrays: dict[int, Any] | list[Any], scalar_types: lis
     Args:
         scalar_types: of the program's scalars.
     """
-    gathered = list(dict.fromkeys(window.place for e in cluster.elements for window in e.windows))
+    gathered = list(dict.fromkeys(place for e in cluster.elements for place in e.looked_through))
     places = list(dict.fromkeys([*cluster.reads, *gathered, *cluster.writes]))
     scalars = sorted({op.scalar for e in cluster.elements for op in e.operands if op.scalar >= 0})
     lying = {place: arrays[place] for place in [*cluster.reads, *cluster.writes]}
@@ -48,9 +48,12 @@ def body(cluster: Cluster, arrays: dict[int, Any] | list[Any], scalar_types: lis
         arguments.append(f"const {kind}* __restrict__ s{i}")
         lines.append(f"const {kind} n{i} = *s{i};")
     called = {number: f"n{i}" for i, number in enumerate(scalars)}
+    pointers = {p: f"p{n}" for n, p in enumerate(places)}
     for i, each in enumerate(cluster.elements):
         if each.windows:
-            lines += _windows(each, f"v{i}", {p: f"p{n}" for n, p in enumerate(places)}, arrays, lies)
+            lines += _windows(each, f"v{i}", pointers, arrays, lies)
+        elif each.reduced:
+            lines += _largest(each, f"v{i}", pointers, arrays, lies)
         else:
             lines.append(f"const {C_TYPES[each.gives]} v{i} = {_expression(each, names, called)};")
         names[each.place] = f"v{i}"
@@ -146,6 +149,28 @@ def _windows(each: Element, name: str, pointers: dict[int, str], arrays: Any, li
         value = found if window.put else f"{add}({name}, {found})"
         lines.append(f"if ({' && '.join(tests) or 'true'}) {name} = {value};")
     return lines
+
+
+def _largest(each: Element, name: str, pointers: dict[int, str], arrays: Any, lies: _Lies) -> list[str]:
+    """The largest or smallest of the elements over some dimensions; a NaN among them is it, as CuPy has it."""
+    assert each.reduced is not None
+    place, axes = each.reduced
+    value, kind = arrays[place], C_TYPES[each.gives]
+    strides = [stride // value.dtype.itemsize for stride in value.strides]
+    kept = [d for d in range(value.ndim) if d not in axes]
+    own = [d for d in range(len(each.shape)) if len(each.shape) == value.ndim or d < len(kept)]
+    at = kept if len(each.shape) == len(kept) else range(value.ndim)
+    terms = [
+        f"{lies.coordinate(d)} * {strides[k]}" for d, k in zip(own, at, strict=True) if strides[k] and k not in axes
+    ]
+    lines = [
+        f"const {kind}* const q{name} = {pointers[place]} + ({' + '.join(terms) or '0'});",
+        f"{kind} {name} = *q{name};",
+    ]
+    loops = "".join(f"for (int a{d} = 0; a{d} < {value.shape[d]}; ++a{d}) " for d in axes)
+    offset = " + ".join(f"a{d} * {strides[d]}" for d in axes) or "0"
+    look = f"const {kind} w = q{name}[{offset}]; if (w {each.code} {name} || w != w) {name} = w;"
+    return [*lines, f"{loops}{{ {look} }}"]
 
 
 def _expression(each: Element, names: dict[int, str], called: dict[int, str]) -> str:

@@ -18,6 +18,7 @@ from typing import Any
 from advisor.cupy_loops.replay.calls import Cluster, Element, Entry, Program, Step
 from advisor.cupy_loops.replay.elementwise import element
 from advisor.cupy_loops.replay.memory import classes, samples
+from advisor.cupy_loops.replay.pooled import pooled
 from advisor.cupy_loops.replay.windows import Gathering, gathering, joined, padded
 
 MOST_CALLS = 40  # of one kernel
@@ -101,7 +102,7 @@ class _Planner:
 
     def _add(self, number: int, entry: Entry) -> None:
         found = element(number, entry, self.arrays) or padded(number, entry, self.arrays)
-        found = found or joined(number, entry, self.arrays)
+        found = found or joined(number, entry, self.arrays) or pooled(number, entry, self.arrays)
         alone = entry.name in self.apart
         if found is not None and (alone or self._mixed(found)):
             found = None
@@ -151,7 +152,7 @@ class _Planner:
     def _node(self, number: int, entry: Entry, found: Element | None, takes: list[int], writes: list[int]) -> None:
         """Put the call where it belongs."""
         behind, beside = self._needs(takes, writes)
-        at = self._join(found, behind, beside) if found and not found.windows else -1
+        at = self._join(found, behind, beside) if found and not found.moves else -1
         if at < 0:
             at = len(self.nodes)
             step = Step(clusters=[Cluster(found.shape)]) if found else Step(number=number)
@@ -162,7 +163,7 @@ class _Planner:
             _take(node.step.clusters[0], found)
         for place in takes:
             # A window is no element at its place: who changes that array comes behind.
-            self.read.setdefault(self.memory[place], []).append((at, -1 if found and found.windows else place))
+            self.read.setdefault(self.memory[place], []).append((at, -1 if found and found.moves else place))
         for place in writes:
             self.wrote[self.memory[place]] = at, place
             self.read[self.memory[place]] = []
@@ -241,7 +242,7 @@ def _read(found: Element | None) -> list[int]:
     """Places that an element reads."""
     if found is None:
         return []
-    return [op.place for op in found.operands if op.place >= 0] + [window.place for window in found.windows]
+    return [op.place for op in found.operands if op.place >= 0] + found.looked_through
 
 
 def _take(cluster: Cluster, found: Element) -> None:

@@ -188,11 +188,16 @@ class Copies:
         key = pointer(value), copy
         if self._kept is not None and key in self._kept:
             return self._kept[key][0]
+        found = self.make(value, copy)
+        if self._kept is not None:
+            self._kept[key] = found, *span(value)
+        return found
+
+    def make(self, value: Any, copy: Copy) -> Any:
+        """The same, whatever is kept."""
         found = self._module.empty((copy.size,), dtype="uint16" if copy.to in HALVES else copy.to)
         if copy.size:
             self.compile([copy])
             blocks = min(MOST_BLOCKS, -(-copy.size // (THREADS * copy.at_once)))
             self._kernels[copy.name]((blocks,), (THREADS,), (value, found))
-        if self._kept is not None:
-            self._kept[key] = found, *span(value)
         return found

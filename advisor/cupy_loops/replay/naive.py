@@ -95,7 +95,7 @@ def meaning(call: CupyCall, module: Any, seed: int = 0) -> Meaning | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
+class CallParts:
     """A kernel's call. `given`: its arguments; `run`: calls it with others."""
 
     source: str
@@ -103,7 +103,7 @@ class Parts:
     run: Callable[[tuple[Any, ...]], Any]
 
 
-def _parts(call: CupyCall) -> Parts | None:
+def _parts(call: CupyCall) -> CallParts | None:
     kernel, *rest = call.args or (None,)
     if call.name.startswith("RawKernel:") and len(rest) == 3 and isinstance(rest[2], (tuple, list)):
         source, before, given = getattr(kernel, "code", None), (kernel, *rest[:2]), rest[2]
@@ -116,7 +116,7 @@ def _parts(call: CupyCall) -> Parts | None:
     def run(values: tuple[Any, ...]) -> Any:
         return call.plain(*before, values) if raw else call.plain(*before, *values)
 
-    return Parts(source, tuple(given), run) if isinstance(source, str) and not call.kwargs else None
+    return CallParts(source, tuple(given), run) if isinstance(source, str) and not call.kwargs else None
 
 
 def _usual(value: Any) -> bool:
@@ -232,7 +232,7 @@ def replace(program: Program, calls: list[CupyCall], module: Any, backend: Any) 
     return list(told)
 
 
-def _key(call: CupyCall, parts: Parts, module: Any) -> Any:
+def _key(call: CupyCall, parts: CallParts, module: Any) -> Any:
     """What tells calls of kernels apart; a kernel made anew from the same source is the same."""
     given = tuple(
         ("array", v.shape, v.strides, str(v.dtype)) if isinstance(v, module.ndarray) else repr(v) for v in parts.given
@@ -241,7 +241,7 @@ def _key(call: CupyCall, parts: Parts, module: Any) -> Any:
     return call.name, parts.source, launched, given
 
 
-def _better(call: CupyCall, parts: Parts, module: Any, backend: Any) -> tuple[Meaning, Operation] | None:
+def _better(call: CupyCall, parts: CallParts, module: Any, backend: Any) -> tuple[Meaning, Operation] | None:
     """What the kernel means, and what computes that as well on the loop's own numbers, and faster."""
     found = meaning(call, module)
     if found is None:

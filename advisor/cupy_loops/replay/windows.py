@@ -47,7 +47,7 @@ class Gathering:
             return False
         part = arrays[operand.place]
         where = _where(self.array, view)
-        if where is None or part.dtype != self.array.dtype or not _reachable(part):
+        if where is None or part.dtype != self.array.dtype or not reachable(part):
             return False
         self.windows.append(Window(operand.place, *where, tuple(view.shape)))
         self.calls.append(number)
@@ -68,7 +68,7 @@ class Gathering:
         whole = tuple(slice(p, p + 1) if isinstance(p, int) else p for p in parts)
         view, part = self.array[whole], arrays[given[2]]
         where = _where(self.array, view)
-        if where is None or part.dtype != self.array.dtype or not _reachable(part):
+        if where is None or part.dtype != self.array.dtype or not reachable(part):
             return False
         dims = tuple(d for d in range(self.array.ndim) if d >= len(parts) or not isinstance(parts[d], int))
         if part.ndim > len(dims):
@@ -97,7 +97,7 @@ def joined(number: int, entry: Entry, arrays: dict[int, Any]) -> Element | None:
     windows, at = [], 0
     for each in places:
         part = arrays[each]
-        if part.dtype != result.dtype or not _reachable(part):
+        if part.dtype != result.dtype or not reachable(part):
             return None
         length = 1 if entry.name == "stack" else part.shape[axis]
         starts = tuple(at if d == axis else 0 for d in range(result.ndim))
@@ -128,12 +128,7 @@ def padded(number: int, entry: Entry, arrays: dict[int, Any]) -> Element | None:
         return None
     place, source = entry.gives[0], entry.arrays[0][1]
     array, part = arrays[place], arrays[source]
-    if (
-        str(array.dtype) not in _TYPES
-        or array.dtype != part.dtype
-        or not 0 < array.size < _MOST
-        or not _reachable(part)
-    ):
+    if str(array.dtype) not in _TYPES or array.dtype != part.dtype or not 0 < array.size < _MOST or not reachable(part):
         return None
     try:
         before = np.broadcast_to(np.asarray(widths, dtype=int), (part.ndim, 2))[:, 0]
@@ -160,6 +155,7 @@ def _where(array: Any, view: Any) -> tuple[tuple[int, ...], tuple[int, ...]] | N
     return (tuple(starts), tuple(steps)) if rest == 0 else None
 
 
-def _reachable(part: Any) -> bool:
+def reachable(part: Any) -> bool:
+    """Whether 32-bit offsets from its first element on reach all of an array."""
     reach = sum(stride * (length - 1) for stride, length in zip(part.strides, part.shape, strict=True))
     return 0 not in part.shape and min(part.strides, default=0) >= 0 and reach // part.dtype.itemsize < _MOST

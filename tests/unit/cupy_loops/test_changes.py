@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from test_profile import train
 import advisor
 from advisor.core import storage
 from advisor.core.plan import Plan, PlanItem
-from advisor.cupy_loops import attach
+from advisor.cupy_loops import attach, facts
+from advisor.cupy_loops.changes.base import Unfit
+from advisor.cupy_loops.changes.cub import Cub
 from advisor.cupy_loops.changes.kernels import KernelsOnce
 from advisor.cupy_loops.changes.single import Single
 from advisor.loop import stop
@@ -149,3 +152,39 @@ def test_a_run_takes_what_is_for_cupy_and_leaves_the_rest_to_torch(tmp_path: Pat
         assert cp.zeros(1).dtype == dtype
     attach.take_off()
     assert cp.zeros(1).dtype == np.float64
+
+
+def test_cub_is_put_back_as_it_was() -> None:
+    cp, now = stub_cupy.module(), {"reduction": [2], "routine": [2]}
+    cp._core = types.SimpleNamespace()
+    for kind in now:
+        setattr(cp._core, f"get_{kind}_accelerators", lambda kind=kind: now[kind])
+        setattr(cp._core, f"set_{kind}_accelerators", lambda new, kind=kind: now.__setitem__(kind, list(new)))
+    patches = Patches()
+    assert not facts.reductions_by_cub(cp)
+    Cub().apply(cp, patches)
+    assert now == {"reduction": [facts.CUB, 2], "routine": [facts.CUB, 2]}
+    with pytest.raises(Unfit, match="in use already"):
+        Cub().apply(cp, Patches())
+    patches.restore_all()
+    assert now == {"reduction": [2], "routine": [2]}
+
+
+def test_requests_of_the_memory_pool_are_counted() -> None:
+    cp, hooks = stub_cupy.module(), []
+
+    class MemoryHook:
+        def __enter__(self) -> None:
+            hooks.append(self)
+
+        def __exit__(self, *ended: object) -> None:
+            hooks.remove(self)
+
+    cp.cuda = types.SimpleNamespace(MemoryHook=MemoryHook)
+    counted = facts.requests(cp)
+    with counted:
+        for _ in range(3):
+            hooks[0].malloc_postprocess(size=8)
+        hooks[0].alloc_postprocess(mem_size=512)
+    assert (counted.asked, counted.from_driver, hooks) == (3, 1, [])
+    assert facts.requests(stub_cupy.module()) is None

@@ -268,3 +268,40 @@ def test_a_call_that_a_graph_gets_wrong_runs_by_itself() -> None:
     assert recorder.apart == {"__mul__"}
     assert not any("__mul__" in names for names in kernels(recorder.program))
     assert any("tanh" in names for names in kernels(recorder.program))
+
+
+def pooling(cp: Any, steps: int) -> list[Any]:
+    """Largest values of windows and of rows; smallest ones of channels."""
+    rng = np.random.default_rng(0)
+    w, seen = cp.array(rng.normal(size=(2, 3, 6, 8))), []
+    for i in range(steps):
+        x = cp.array(rng.normal(size=(2, 3, 6, 8))) * w
+        tiles = x.reshape(2, 3, 3, 2, 4, 2)
+        top = tiles.max(axis=(3, 5), keepdims=True)
+        chosen = ((tiles == top) * top).reshape(2, 3, 6, 8)
+        low = x.transpose(0, 2, 3, 1).min(axis=-1)
+        rows = cp.tanh(x).max(axis=3)
+        w *= 0.9
+        w += 0.01 * (chosen + low[:, None]) * rows[..., None]
+        if i % 20 == 19:
+            seen.append(float(low.sum()))
+    return [w, seen]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_poolings_are_kernels_of_one_thread_for_a_result(backend: Any) -> None:
+    recorder = compared(pooling, 60, backend)
+    assert sum(names[0] in ("max", "min") for names in kernels(recorder.program)) == 3
+
+
+def test_long_reductions_and_those_of_everything_stay_cupys() -> None:
+    def loop(cp: Any, steps: int) -> list[Any]:
+        rng = np.random.default_rng(0)
+        w = cp.array(rng.normal(size=(4, 65)))
+        for _ in range(steps):
+            x = cp.array(rng.normal(size=(4, 65)))
+            w += 0.1 * (x - x.max(axis=1, keepdims=True)) - x[:, :3].max()
+        return [w]
+
+    recorder = compared(loop, 60, Plain)
+    assert not any("max" in names for names in kernels(recorder.program))
