@@ -26,8 +26,6 @@ from advisor.trials.numerics.rerun import BUFFER, PARAMETER
 from advisor.trials.numerics.room import fewer, free_bytes
 from advisor.trials.numerics.seen import Seen, bare, blocks, captured, inside, leaves, observed
 
-# The gradient that reaches the last layers may be off by this much: what stands behind them has no depth.
-ARRIVES = 0.1
 # Copies of what operations are given and give may take this share of the free memory at a time.
 _OPERATIONS_ROOM = 0.4
 # How a detail goes on where layers were not judged: it is kept when the whole model is compared again.
@@ -150,7 +148,7 @@ def _layers(plain: PlainStep, on: Callable[[], None], off: Callable[[], None]) -
     found, seen, far, lost = _with_room(plain, modules, on, off)
     if lost:
         return _Layers(f"no gradient reaches {lost[0]} any more")
-    if far > ARRIVES:
+    if far:
         return _Layers(f"the gradient of the last layers is off by {far:.1e}")
     wrong = {name for name, told in found.items() if told.wrong()}
     right = found.keys() - wrong
