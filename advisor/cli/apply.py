@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from advisor.cli import ask, output
+from advisor.cli import ask, completion, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import (
     SCRIPT_CONTEXT,
@@ -65,8 +65,16 @@ Examples:
 @click.command(cls=Command, context_settings=SCRIPT_CONTEXT, help=HELP)
 @click.option("--auto", is_flag=True, help="Try every change without asking; keep what is proved.")
 @click.option("--dry-run", is_flag=True, help="List the changes that would be tried, in order. Try nothing.")
-@click.option("--only", multiple=True, metavar="ID", help="Try only this change (repeatable).")
-@click.option("--skip", multiple=True, metavar="ID", help="Do not try this change (repeatable).")
+@click.option(
+    "--only", multiple=True, metavar="ID", shell_complete=completion.changes, help="Try only this change (repeatable)."
+)
+@click.option(
+    "--skip",
+    multiple=True,
+    metavar="ID",
+    shell_complete=completion.changes,
+    help="Do not try this change (repeatable).",
+)
 @click.option("--min-gain", type=Percent(), default="1%", show_default=True, help="Keep a change only above this gain.")
 @click.option(
     "--max-time",

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from advisor.cli import output
+from advisor.cli import completion, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import Percent, format_option
 from advisor.core.errors import ExitCode
@@ -21,8 +21,8 @@ from advisor.core.errors import ExitCode
     help="Exit with 1 if B's step is slower by more than SHARE, beyond noise. Exit with 4 if noise hides the answer.",
 )
 @format_option("text", "json", "md")
-@click.argument("a", metavar="A")
-@click.argument("b", metavar="B")
+@click.argument("a", metavar="A", shell_complete=completion.runs)
+@click.argument("b", metavar="B", shell_complete=completion.runs)
 def compare(a: str, b: str, *, tolerance: float | None, form: str) -> int:
     """Compare recorded run B with A: step time with an interval, kernels, launches, bytes, memory.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from advisor.cli import layout, output
+from advisor.cli import completion, layout, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import rules_option
 from advisor.core.errors import AdvisorError, meant
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 @click.command(cls=Command)
 @rules_option
-@click.argument("what", metavar="[RULE|CHANGE|RUN]", default="last")
-@click.argument("run", metavar="[RUN]", default="last")
+@click.argument("what", metavar="[RULE|CHANGE|RUN]", default="last", shell_complete=completion.explained)
+@click.argument("run", metavar="[RUN]", default="last", shell_complete=completion.runs)
 def explain(what: str, run: str, *, rules_dirs: tuple[Path, ...]) -> None:
     """Explain a rule, a change, or what was found in a run.
 

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from advisor.cli import completion
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 SEVERITIES = ("info", "low", "medium", "high")
@@ -131,12 +133,16 @@ class Override(click.ParamType):  # type: ignore[type-arg]  # generic from click
 SCRIPT_CONTEXT = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 
 # Everything after the first positional belongs to the script, untouched, options included.
-words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...")
+words_argument = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="SCRIPT [ARGS]...", shell_complete=completion.files
+)
 # The same, of commands that know from an earlier run what to start.
-known_words_argument = click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]")
+known_words_argument = click.argument(
+    "words", nargs=-1, type=click.UNPROCESSED, metavar="[SCRIPT [ARGS]...]", shell_complete=completion.files
+)
 # A flag, not an option with a value: with a value click would go on reading the module's own options as ours.
 module_option = click.option("-m", "module", is_flag=True, help="SCRIPT is a module to run, as in `python -m`.")
-run_argument = click.argument("run", metavar="[RUN]", default="last")
+run_argument = click.argument("run", metavar="[RUN]", default="last", shell_complete=completion.runs)
 
 
 def rules_option(function: F) -> F:

@@ -9,6 +9,7 @@ import click
 
 from advisor.cli import layout, output
 from advisor.cli.help import HelpGroup
+from advisor.core.cache import told_as
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.storage import write_text
@@ -110,6 +111,6 @@ def show_diff(loaded: Plan, *, write_it: bool = False) -> None:
 def _show(loaded: Plan) -> None:
     rows = [("change", "status", "why")]
     rows += [(i.transform, i.status, printable(i.reason or i.measured) or "–") for i in loaded.items]
-    head = f"{printable(' '.join((loaded.script, *loaded.argv)))}: {loaded.speedup or 'not proved'}"
+    head = f"{printable(' '.join((told_as(loaded.script), *loaded.argv)))}: {loaded.speedup or 'not proved'}"
     width = output.width()
     output.say("\n".join([layout.wrapped(head, width), "", *layout.table(rows, width, below=1)]), sys.stdout)

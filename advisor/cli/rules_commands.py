@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from advisor.cli import layout, output
+from advisor.cli import completion, layout, output
 from advisor.cli.help import HelpGroup
 from advisor.cli.metrics import metrics
 from advisor.cli.parameters import format_option, rules_option
@@ -97,7 +97,7 @@ def _facts(rule: Rule) -> dict[str, object]:
 @rules.command()
 @rules_option
 @format_option("text", "json")
-@click.argument("identifier", metavar="ID")
+@click.argument("identifier", metavar="ID", shell_complete=completion.rules)
 def show(identifier: str, *, rules_dirs: tuple[Path, ...], form: str) -> int:
     """Explain one rule: what it says, why, its thresholds and their reasons, when it is wrong, references, cases.
 

@@ -12,6 +12,7 @@ import click
 from advisor.cli import ask, layout, output
 from advisor.cli.help import HelpGroup
 from advisor.cli.parameters import Age, format_option
+from advisor.core.cache import told_as
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.units import bytes_text, counted
 from advisor.reporting import drawn
@@ -109,7 +110,7 @@ def _show(found: Sequence[ListedRun]) -> None:
     rows = [
         (
             run.folder.name,
-            printable(run.script) or "–",
+            printable(told_as(run.script)) or "–",
             time.strftime("%Y-%m-%d %H:%M", time.localtime(run.ended)),
             bytes_text(run.size),
             ", ".join(run.holds) or "–",

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from advisor.cli import output
+from advisor.cli import completion, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import format_option
 
@@ -34,7 +34,7 @@ from advisor.cli.parameters import format_option
 @click.option("--samples", type=float, metavar="N", help="Samples of an epoch.")
 @click.option("--local-norms", is_flag=True, help="Batch norms use each rank's own statistics.")
 @format_option("text", "json")
-@click.argument("run", default="last")
+@click.argument("run", default="last", shell_complete=completion.runs)
 def scale(
     run: str,
     *,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from advisor.cli import output
+from advisor.cli import completion, output
 from advisor.cli.help import Command
 from advisor.cli.parameters import (
     SCRIPT_CONTEXT,
@@ -25,7 +25,9 @@ from advisor.core.storage import save
 
 
 @click.command("try", cls=Command, context_settings=SCRIPT_CONTEXT)
-@click.option("--change", metavar="ID", help="One of advisor's changes, such as channels_last.")
+@click.option(
+    "--change", metavar="ID", shell_complete=completion.changes, help="One of advisor's changes, such as channels_last."
+)
 @click.option(
     "--patch",
     type=click.Path(path_type=Path, dir_okay=False),

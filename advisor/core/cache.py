@@ -18,6 +18,11 @@ def is_cell(script: str) -> bool:
     return bool(_CELL.search(script))
 
 
+def told_as(script: str) -> str:
+    """The script as people know it: the path of a cell's script says nothing to them."""
+    return "a cell of a notebook" if is_cell(script) else script
+
+
 def cache_dir() -> Path:
     """The user's cache folder for advisor, there and private (0700) where the disk allows it."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")

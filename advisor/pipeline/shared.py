@@ -84,7 +84,7 @@ def begin_run(name: str, out: Path | None, say: Say) -> Path:
     """The run folder of what throws its training away, once earlier ones have left nothing aside and the user knows the limits."""
     run_dir = new_run_dir(name, out)
     recover_pending(say)
-    say("the script's files are put back afterwards (`advisor apply --help` says what cannot be)")
+    say("files that the script writes are put back afterwards (exceptions: `advisor apply --help`)")
     return run_dir
 
 

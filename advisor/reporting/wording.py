@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from advisor.core.cache import is_cell
+from advisor.core.cache import is_cell, told_as
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import ProfilerCost, StepProfile
 from advisor.core.units import bounds_text, counted, percent_text, time_text
@@ -110,7 +110,7 @@ def machine(profile: StepProfile) -> str:
 def script(profile: StepProfile) -> str:
     """The command line of the script, quoted as a shell needs it."""
     if is_cell(profile.script):
-        return "a cell of a notebook"
+        return told_as(profile.script)
     return shlex.join((profile.script, *profile.argv))
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import yaml
 
 from advisor.core import storage
+from advisor.core.cache import is_cell
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError, cause
 from advisor.core.findings import Semantics
@@ -231,7 +232,7 @@ def script_of(plan: Plan) -> str:
 def another_script(plan: Plan, script: str) -> str:
     """The clause that tells that the plan is of another script than this one, by its name and its text; "" where it is not."""
     theirs = script_of(plan)
-    if not theirs or os.path.abspath(theirs) == os.path.abspath(script):
+    if not theirs or is_cell(theirs) or os.path.abspath(theirs) == os.path.abspath(script):
         return ""
     if plan.hashes.script and plan.hashes.script == script_hash(Path(script)):
         return ""  # moved, or seen from another folder

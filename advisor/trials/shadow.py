@@ -90,7 +90,7 @@ def make(patch: Path, folder: Path, script: str) -> Shadow:
     if not named:
         raise AdvisorError(f"{patch} changes no file that is there", expected="a unified diff, as `git diff` writes it")
     looked = ", ".join(str(root) for root in roots)
-    raise AdvisorError(f"{patch} changes {named}, and that is not in {looked}", fix="Run this where the patch applies.")
+    raise AdvisorError(f"{patch} changes {named}, which is not in {looked}", fix="Run this where the patch applies.")
 
 
 def _read(patch: Path) -> str:

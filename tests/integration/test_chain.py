@@ -180,7 +180,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     folder, applied, (before, after) = proved
     assert applied.returncode == 0, applied.stderr
     told = applied.stderr
-    assert told.index("put back afterwards (`advisor apply --help` says what cannot be)") < told.index("trying"), told
+    assert told.index("put back afterwards (exceptions: `advisor apply --help`)") < told.index("trying"), told
     run = search_of(folder)
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan

@@ -5,15 +5,19 @@ from dataclasses import replace
 import pytest
 import samples
 
+from advisor.core.cache import is_cell
 from advisor.core.environment import Environment
 from advisor.core.findings import Evidence, Finding, Findings, Interval, Outcome
 from advisor.core.metrics import BY_NAME
+from advisor.core.plan import Plan
 from advisor.core.profile import InputStats, Spread, StepProfile
 from advisor.core.units import bounds_text
 from advisor.core.verdict import Round, Status, TrialLog, Verdict
+from advisor.profiling.beside import notebooks
 from advisor.reporting import breakdown, html, machine, numbers, terminal, terminal_trials, unexplained, wording
 from advisor.reporting.html import report_html
 from advisor.rules import cards
+from advisor.trials import planfile
 
 
 @pytest.mark.parametrize(
@@ -357,3 +361,18 @@ def test_a_long_reason_is_told_once_for_changes_tried_as_one():
     slow = replace(second, first_step_us=2e6, break_even_steps=9.0)
     assert wording.reasons([first, slow])[1].startswith("as above; its first step takes 2.00 s longer")
     assert wording.reasons([third, third]) == ["faster", "faster"]  # as short as "as above"
+
+
+def test_a_cell_is_never_told_by_the_path_of_its_script(tmp_path, monkeypatch):
+    """The next command was `advisor apply --auto /root/.cache/advisor/notebooks/…/cell.py`."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    script = notebooks.written("cell", ["x = 1"], tmp_path)
+    profile = replace(samples.resnet50(), script=str(script), argv=())
+    assert wording.script(profile) == "a cell of a notebook"
+    assert wording.next_apply(profile, "advisor", "amp_bf16") == "%%advisor apply --auto --only amp_bf16"
+    trials = replace(samples.trials(), script=str(script))
+    assert wording.next_of_trials(trials, "advisor", "plan.yaml") == 'import advisor; advisor.enable("plan.yaml")'
+    assert not is_cell(str(notebooks.written("train", ["x = 1"], tmp_path)))
+    of_a_cell, of_a_script = (Plan(script=name, argv=(), created="", items=()) for name in (str(script), "train.py"))
+    assert planfile.another_script(of_a_cell, "ipykernel_launcher.py") == ""
+    assert "it is the plan of train.py" in planfile.another_script(of_a_script, "other.py")

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import runpy
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import samples
 
 import advisor
-from advisor.core.cache import is_cell
 from advisor.core.errors import AdvisorError
 from advisor.loop import sources
 from advisor.profiling.beside import jupyter, notebooks
 from advisor.profiling.beside.command import ScriptCommand
-from advisor.reporting import wording
 
 
 @pytest.fixture(autouse=True)
@@ -96,14 +92,3 @@ def test_the_magic_runs_the_cell_with_what_was_defined_before_and_shows_the_repo
     assert capsys.readouterr().out == "two runs\n"
     shell.magics["line"]("profile")
     assert "%%advisor profile" in capsys.readouterr().err
-
-
-def test_a_cell_is_never_told_by_the_path_of_its_script(own_cache):
-    """The next command was `advisor apply --auto /root/.cache/advisor/notebooks/…/cell.py`."""
-    script = notebooks.written("cell", ["x = 1"], own_cache)
-    profile = replace(samples.resnet50(), script=str(script), argv=())
-    assert wording.script(profile) == "a cell of a notebook"
-    assert wording.next_apply(profile, "advisor", "amp_bf16") == "%%advisor apply --auto --only amp_bf16"
-    trials = replace(samples.trials(), script=str(script))
-    assert wording.next_of_trials(trials, "advisor", "plan.yaml") == 'import advisor; advisor.enable("plan.yaml")'
-    assert not is_cell(str(notebooks.written("train", ["x = 1"], own_cache)))
