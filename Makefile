@@ -88,7 +88,7 @@ $(VENV)/.installed-docs: $(VENV)/.installed
 
 docs: $(VENV)/.installed-docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
-	@echo build/site/index.html
+	@echo "build/site/index.html (its search needs a server: python3 -m http.server -d build/site)"
 
 reliability: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/python tests/faults/page.py --run cpu

@@ -15,7 +15,7 @@ def blocks(text: str) -> Iterator[list[str]]:
     text = re.sub(r"^ +```.*?^ +```$", "", text, flags=re.DOTALL | re.MULTILINE)
     block: list[str] = []
     for line in [*text.splitlines(), ""]:
-        if not line.strip() or re.match(r"\s*([|#!<]|---|\*\*Exit codes)", line):
+        if not line.strip() or re.match(r"\s*([|#!<]|---)", line):
             if block:
                 yield block
             block = []

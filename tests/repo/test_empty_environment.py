@@ -117,7 +117,6 @@ QUICK_START = (
 ELSEWHERE = {
     "advisor profile SCRIPT [ARGS]": QUICK_START[0],
     "advisor apply [--auto] [SCRIPT [ARGS]]": QUICK_START[1],
-    "advisor apply --auto": QUICK_START[1],
     "advisor run [--plan PLAN] [SCRIPT [ARGS]]": QUICK_START[2],
     "advisor run": QUICK_START[2],
     "advisor apply --plan PLAN [SCRIPT [ARGS]]": "advisor apply --plan last",
@@ -133,7 +132,6 @@ ELSEWHERE = {
         (f"advisor explain {what}" for what in ("RULE", "CHANGE", "RUN")), "tests/unit/cli/test_commands.py"
     ),
     "advisor undo": "tests/unit/cli/test_commands.py",
-    "advisor apply --plan last -- torchrun --nproc-per-node 8 train.py": "tests/integration/test_ddp.py",
     "make demo": "tests/repo/test_demo.py",  # and .ci/run, as it stands
     "make test": ".ci/run",
     "pip install cnn-advisor": "",
