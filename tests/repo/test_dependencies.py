@@ -31,7 +31,6 @@ MODULES = {
 ASKED_FOR = {
     "PIL": ("the script, whose images are its own", {"profiling/inside/normalising.py"}),
     "triton": ("CUDA builds of torch", {"transforms/compile.py", "profiling/machine/environment.py"}),
-    "IPython": ("the notebook that loads the extension", {"profiling/beside/jupyter.py"}),
     "sitecustomize": ("the user", {"profiling/bootstrap/sitecustomize.py"}),
 }
 # What an extra brings is for these parts alone, which say so where it is absent.

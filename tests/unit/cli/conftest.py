@@ -43,6 +43,7 @@ class FakePipeline(types.ModuleType):
 
     def __init__(self, run_dir: Path) -> None:
         super().__init__("advisor.pipeline")
+        self.__path__ = [str(Path(advisor.__file__).parent / "pipeline")]  # its modules stay those that they are
         self.run_dir, self.exit_code, self.calls = run_dir, 0, {}
         self.error: BaseException | None = None
         self.attempt: Any = samples.attempt()
