@@ -8,7 +8,8 @@ after the other, beside the backward; `exposed` is what is left when it ends. A 
 `2 (n - 1) latency + 2 (n - 1) / n S / bandwidth` (Thakur, Rabenseifner, Gropp 2005), inside a host over its link, and between hosts over
 the network with a share of S for each GPU of a host. Stragglers: the largest of N steps that vary as the profiled ones do,
 sqrt(2 ln N) deviations. Kernels beside a reduction run slower, for it takes SMs and memory bandwidth: `high` counts a fifth of the hidden
-communication as lost.
+communication as lost. No step is shorter than what feeds it takes: a host's cores to make its ranks' batches, at the time that one of the
+profiled loader's processes took for each; a file system to give all ranks their samples.
 """
 
 from __future__ import annotations
@@ -59,8 +60,27 @@ LINKS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """What feeds the ranks. `cores` of a host, 0 for as many a GPU as where it was profiled; `gbps` that the file system gives all hosts
+    together, of which each sample takes `sample_bytes`, 0 where it is no limit.
+    """
+
+    cores: int = 0
+    sample_bytes: float = 0.0
+    gbps: float = 0.0
+
+    def step_us(self, profile: StepProfile, ranks: int, host: int) -> float:
+        """The least that a step of so many ranks takes, `host` of them on one; 0 where nothing is known of it."""
+        here, work = profile.environment, profile.input.work
+        cores = self.cores or here.cpu_count / max(1, here.gpu_count) * host
+        made = work.batch_us * min(host, ranks) / cores if work is not None and cores else 0.0
+        batch = profile.model.batch_size * profile.model.accumulation
+        return max(made, ranks * batch * self.sample_bytes / self.gbps / 1e3 if self.gbps else 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Foretold:
-    """One number of ranks. Times in µs a step; `efficiency`: of N times one rank's samples per second."""
+    """One number of ranks. Times in µs a step; `supply_us`: what feeds it takes as long; `efficiency`: of N times one rank's samples per second."""
 
     ranks: int
     step_us: tuple[float, float]  # low, high
@@ -70,6 +90,7 @@ class Foretold:
     stragglers_us: float
     efficiency: tuple[float, float]  # low, high
     samples_per_s: tuple[float, float]
+    supply_us: float = 0.0
 
     @property
     def middle_us(self) -> float:
@@ -113,6 +134,7 @@ def foretell(
     host: int = 8,
     synchronised: bool = True,
     hidden_bytes: float = 4.0,
+    supply: Supply | None = None,
 ) -> list[Foretold]:
     """What a step of each number of ranks takes.
 
@@ -120,6 +142,7 @@ def foretell(
         inside: the link of GPUs of one host, of which each has `host`; `between`: of hosts.
         synchronised: batch norms go by all ranks' samples.
         hidden_bytes: of each gradient's element.
+        supply: what feeds the ranks; None where that is no limit.
 
     Raises:
         AdvisorError: for a profile without step times, or of several processes.
@@ -131,13 +154,15 @@ def foretell(
             f"the profile is of {profile.model.world_size} processes", expected="one of one process, without torchrun"
         )
     return [
-        _one(profile, n, inside, between, max(1, min(host, n)), synchronised, hidden_bytes) for n in sorted(set(ranks))
+        _one(profile, n, inside, between, max(1, min(host, n)), synchronised, hidden_bytes, supply)
+        for n in sorted(set(ranks))
     ]
 
 
 def _one(
-    profile: StepProfile, ranks: int, inside: Link, between: Link, host: int, synchronised: bool, element: float
-) -> Foretold:
+    profile: StepProfile, ranks: int, inside: Link, between: Link, host: int, synchronised: bool, element: float,
+    supply: Supply | None,
+) -> Foretold:  # fmt: skip
     step = profile.typical_us
     backward = _backward_us(profile)
     hosts = math.ceil(ranks / host)
@@ -155,8 +180,10 @@ def _one(
     spread = profile.step_us or profile.wall_us
     values = spread.raw if spread is not None else ()
     stragglers = pstdev(values) * math.sqrt(2 * math.log(ranks)) if len(values) > 1 and ranks > 1 else 0.0
+    fed = supply.step_us(profile, ranks, host) if supply is not None else 0.0
     low = step + exposed + norms
-    high = low + stragglers + LOST_BESIDE * max(0.0, communication - exposed)
+    high = max(fed, low + stragglers + LOST_BESIDE * max(0.0, communication - exposed))
+    low = max(fed, low)
     batch = profile.model.batch_size * profile.model.accumulation
     return Foretold(
         ranks=ranks,
@@ -167,6 +194,7 @@ def _one(
         stragglers_us=stragglers,
         efficiency=(step / high, step / low),
         samples_per_s=(ranks * batch / high * 1e6, ranks * batch / low * 1e6),
+        supply_us=fed,
     )
 
 

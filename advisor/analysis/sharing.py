@@ -8,6 +8,8 @@ Each of `n` GPUs has the batch that was watched. P, G and S are the bytes of par
     hybrid   FSDP2 over half of the GPUs, and a sum of its shares with the other half
     pipeline layers in stages, for the batch of all n; all of P, G and S. 2 n parts of the batch are in flight: idle for (n - 1) / 2 n of the
              step, and by how uneven the stages are. With batch norms over the whole batch it is one part, and stages wait for each other
+    spatial  each sample of the batch that was watched cut in n, where there are fewer samples than GPUs: all of P, G and S, and an n-th of
+             what the backward needs, beside the rows at the cuts that neighbours send each other at each convolution (not counted)
 
 A ring over n sends (n - 1) / n of what it gathers, and twice that of what it sums. `low`: all that can hide behind computation does; `high`:
 nothing does. Sources: Rajbhandari and others 2020 (ZeRO); Zhao and others 2023 (FSDP); Narayanan and others 2021 (1F1B).
@@ -64,6 +66,16 @@ def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
     stages = split(look.modules, ranks)
     if stages is not None:
         found.append(_pipeline(look, ranks, stages))
+    if 0 < look.batch_size < ranks:
+        rest = look.most_bytes - look.of(ACTIVATION)
+        found.append(
+            Alternative(
+                name=f"spatial on {ranks}",
+                nbytes=rest + buckets + look.of(ACTIVATION) // ranks,
+                step=(1 / ranks, 1.0),
+                note=f"shown, not applied: each sample cut in {ranks}, as ShardTensor of PhysicsNeMo does",
+            )
+        )
     return found
 
 

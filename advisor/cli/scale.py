@@ -30,6 +30,13 @@ from advisor.cli.parameters import format_option
     help="Link between hosts: ib400, or LATENCY_US,GB_PER_S.",
 )
 @click.option("--host", default=8, show_default=True, type=click.IntRange(1, 64), metavar="N", help="GPUs of one host.")
+@click.option("--cores", type=click.IntRange(1), metavar="N", help="Cores of one host. Default: as many a GPU as here.")
+@click.option(
+    "--storage",
+    type=(float, float),
+    metavar="BYTES GB_PER_S",
+    help="Bytes of a sample, and what the file system gives all hosts.",
+)
 @click.option("--epochs", type=float, metavar="E", help="Also predict the GPU-hours of E epochs of --samples.")
 @click.option("--samples", type=float, metavar="N", help="Samples of an epoch.")
 @click.option("--local-norms", is_flag=True, help="Batch norms use each rank's own statistics.")
@@ -42,6 +49,8 @@ def scale(
     link: str,
     between: str,
     host: int,
+    cores: int | None,
+    storage: tuple[float, float] | None,
     epochs: float | None,
     samples: float | None,
     local_norms: bool,
@@ -60,7 +69,14 @@ def scale(
     if (epochs is None) != (samples is None):
         raise click.UsageError("--epochs and --samples belong together", click.get_current_context())
     found = pipeline.scale(
-        run, ranks or (2, 4, 8, 64, 1024), link=link, between=between, host=host, local_norms=local_norms
+        run,
+        ranks or (2, 4, 8, 64, 1024),
+        link=link,
+        between=between,
+        host=host,
+        local_norms=local_norms,
+        cores=cores or 0,
+        storage=storage or (0.0, 0.0),
     )
     whole = epochs * samples if epochs is not None and samples is not None else None
     if form == "json":

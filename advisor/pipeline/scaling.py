@@ -30,9 +30,18 @@ class ScaleResult:
 
 
 def scale(
-    run: str | Path, gpus: Sequence[int], *, link: str, between: str, host: int = 8, local_norms: bool = False
+    run: str | Path,
+    gpus: Sequence[int],
+    *,
+    link: str,
+    between: str,
+    host: int = 8,
+    local_norms: bool = False,
+    cores: int = 0,
+    storage: tuple[float, float] = (0.0, 0.0),
 ) -> ScaleResult:
-    """A step of several GPUs, foretold from a run's profile.
+    """A step of several GPUs, foretold from a run's profile. `cores` of a host, 0 for as many a GPU as there; `storage`: bytes of a sample,
+    and GB/s of the file system for all hosts, 0 for no limit.
 
     Raises:
         AdvisorError: when the run cannot be read or does not serve, or a link cannot be measured or has no such name.
@@ -41,7 +50,10 @@ def scale(
 
     _, measured = load_profile(run)
     inside, outside = link_of(link), scaling.link(between)
-    rows = scaling.foretell(measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms)
+    supply = scaling.Supply(cores=cores, sample_bytes=storage[0], gbps=storage[1])
+    rows = scaling.foretell(
+        measured, gpus, inside=inside, between=outside, host=host, synchronised=not local_norms, supply=supply
+    )
     told = tuple(
         f"{where}: {time_text(one.latency_us)} and {rate_text(one.gbps)} ({one.basis})"
         for where, one in (("inside a host", inside), ("between hosts", outside))

@@ -8,7 +8,7 @@ from advisor.analysis.scaling import Foretold
 from advisor.core.units import percent_text, time_text
 from advisor.reporting.page import MIN_WIDTH, Page
 
-_RIGHT = "{:>6}  {:>16}  {:>7}  {:>6}  {:>14}  {:>17}"
+_RIGHT = "{:>6} {:>15} {:>7} {:>6} {:>5} {:>13} {:>16}"
 
 
 def text(
@@ -30,7 +30,7 @@ def text(
         )
     for told in (f"one {one}: {time_text(one_us)} a step", *links):
         lines += page.wrap(told, 4, first=2)
-    titles = _RIGHT.format(many, "step, ms", "exposed", "norms", "efficiency", "samples/s")
+    titles = _RIGHT.format(many, "step, ms", "exposed", "norms", "input", "efficiency", "samples/s")
     lines += ["", titles + (f"  {one}-hours" if samples else "")]
     for row in rows:
         low, high = (us / 1e3 for us in row.step_us)
@@ -41,6 +41,7 @@ def text(
             f"{_digits(low)} to {_digits(high)}",
             _digits(row.exposed_us / 1e3),
             _digits(row.norms_us / 1e3),
+            _digits(row.supply_us / 1e3) if row.supply_us else "–",
             f"{least} to {most}",
             f"{_rate(fewest)} to {_rate(largest)}",
         )
@@ -51,7 +52,8 @@ def text(
     lines.append("")
     lines += page.wrap(
         "exposed: communication that does not overlap with the backward pass, in ms. "
-        "norms: batch norms that share their statistics, in ms.",
+        "norms: batch norms that share their statistics, in ms. "
+        "input: the least that a step takes for its samples to be read and made, in ms.",
         0,
     )
     return "\n".join(lines) + "\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from advisor.analysis import scaling
 from advisor.core import storage
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
-from advisor.core.profile import ConvFact, KernelRow, ModelFacts, Spread, StepProfile
+from advisor.core.loading import LoaderWork
+from advisor.core.profile import ConvFact, InputStats, KernelRow, ModelFacts, Spread, StepProfile
 from advisor.pipeline import scaling as pipeline_scaling
 from advisor.reporting import scaling as page
 
@@ -49,6 +51,28 @@ def test_communication_that_costs_nothing_leaves_the_step_as_it_is() -> None:
     assert found.step_us == pytest.approx((1e4, 1e4))
     assert found.efficiency == pytest.approx((1.0, 1.0))
     assert found.samples_per_s[0] == pytest.approx(6400, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("supply", "ranks", "limit_us"),
+    [
+        (scaling.Supply(), 4, 48e3 / 8),  # 8 cores a GPU, as profiled
+        (scaling.Supply(cores=16), 4, 4 * 48e3 / 16),
+        (scaling.Supply(cores=16), 8, 8 * 48e3 / 16),
+        (scaling.Supply(cores=16), 64, 8 * 48e3 / 16),  # eight hosts
+        (scaling.Supply(cores=1000, sample_bytes=1e5, gbps=2.0), 64, 64 * 32 * 1e5 / 2e3),
+    ],
+)
+def test_no_step_is_shorter_than_what_feeds_it(supply: scaling.Supply, ranks: int, limit_us: float) -> None:
+    """A loader's process makes a batch in 48 ms."""
+    loaded = dataclasses.replace(
+        profile(),
+        environment=Environment(cpu_count=16, gpu_count=2),
+        input=InputStats(work=LoaderWork(each_us=(47e3, 49e3))),
+    )
+    (found,) = scaling.foretell(loaded, [ranks], inside=FREE, between=FREE, host=8, supply=supply)
+    assert found.supply_us == pytest.approx(limit_us)
+    assert found.step_us == pytest.approx((max(1e4, limit_us),) * 2)
 
 
 def test_what_is_sent_early_is_hidden_behind_the_rest_of_the_backward() -> None:

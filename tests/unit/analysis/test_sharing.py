@@ -65,3 +65,14 @@ def test_stages_are_as_even_as_their_modules_allow() -> None:
     assert pipeline.step == (1.2, pytest.approx(1.2 + 1 / 4))
     assert "cut before 1" in pipeline.note
     assert sharing.split(NET[:1], 2) is None
+
+
+def test_samples_are_cut_only_where_there_are_too_few_for_each_gpu() -> None:
+    def spatial(ranks: int) -> list[object]:
+        return [row for row in sharing.ways(look(), ranks, LINK) if row.name.startswith("spatial")]
+
+    assert spatial(4) == []
+    (row,) = spatial(8)
+    assert row.nbytes == P + G + 800 + 400 // 8
+    assert row.step == (1 / 8, 1.0)
+    assert "not applied" in row.note
