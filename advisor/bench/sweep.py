@@ -31,6 +31,7 @@ PRODUCTS = ("forward", "data gradient", "weight gradient")
 NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SEQUENCE = ((3, 7), (64, 7), (16, 3), (96, 13), (8, 5), (128, 3), (32, 9))  # channels, taps
 SEQUENCE_ERROR = 1e-3  # of fp32 with TF32 off: far above rounding
+RIGHT = "depthwise calls of different sizes in a row are right"
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +123,8 @@ def cliffs(rows: Sequence[SweepRow]) -> list[SweepRow]:
 
 
 def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
-    """Time every point whose sweep's name holds `pattern`; print the cliffs, write all.
+    """Time every point whose sweep's name holds `pattern`; print the cliffs, write all. Those that are on file stay until they are measured
+    again, and come last: an interrupted run goes on with what it did not reach.
 
     Raises:
         AdvisorError: without a GPU (exit code 5), or when `pattern` matches nothing.
@@ -135,30 +137,40 @@ def run(*, pattern: str, out: Path | None, say: Callable[[str], None]) -> int:
             f"no sweep is named like {pattern!r}", expected="part of " + ", ".join(s[0] for s in _SWEEPS)
         )
     target = out or results.folder() / FILE
-    kept = [row for row in results.on_file(target) if pattern not in row["sweep"]]
+    kept = results.on_file(target)
     rows: list[SweepRow] = []
     with _benchmark():
-        for dtype, layout in SETTINGS:
-            for name in dict.fromkeys(sweep for sweep, *_ in chosen):
-                say(f"{name} {dtype} {layout}")
-                measured = [
-                    row
-                    for sweep, value, shape in chosen
-                    if sweep == name
-                    for row in _rows(name, value, shape, dtype, layout)
-                ]
-                for product in PRODUCTS:
-                    rows += cliffs([row for row in measured if row.product == product])
-                results.write(target, "conv", [*kept, *rows])
         wrong = sequence_errors()
+        say(wrong or RIGHT)
+        for name, dtype, layout in order([name for name, *_ in chosen], kept):
+            say(f"{name} {dtype} {layout}")
+            measured = [
+                row
+                for sweep, value, shape in chosen
+                if sweep == name
+                for row in _rows(name, value, shape, dtype, layout)
+            ]
+            for product in PRODUCTS:
+                rows += cliffs([row for row in measured if row.product == product])
+            kept = [row for row in kept if _group(row) != (name, dtype, layout)]
+            results.write(target, "conv", [*kept, *rows])
     for row in rows:
         if row.faster is not None:
             print(line(row), flush=True)
     off = sum(row.faster is not None for row in rows)
-    print(
-        f"{counted(off, 'product')} of {len(rows)} off a cliff; {wrong or 'depthwise calls of different sizes in a row are right'}."
-    )
+    print(f"{counted(off, 'product')} of {len(rows)} off a cliff; {wrong or RIGHT}.")
     return ExitCode.OK
+
+
+def order(sweeps: Sequence[str], on_file: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    """(sweep, dtype, layout) in the order in which they are measured: first those that have no rows on file."""
+    there = set(map(_group, on_file))
+    groups = [(name, *setting) for setting in SETTINGS for name in dict.fromkeys(sweeps)]
+    return sorted(groups, key=lambda group: group in there)
+
+
+def _group(row: dict[str, Any]) -> tuple[str, str, str]:
+    return row["sweep"], row["dtype"], row["layout"]
 
 
 def line(row: SweepRow) -> str:
@@ -236,15 +248,23 @@ def sequence_errors(device: str = "cuda") -> str:
     for dtype, limit in ((torch.float32, SEQUENCE_ERROR), (torch.bfloat16, 2e-2)):
         made = []
         for channels, taps in SEQUENCE:
-            x = torch.randn(4, channels, 24, 24, device=device).to(dtype)
-            weight = (torch.randn(channels, 1, taps, taps, device=device) / taps).to(dtype)
-            made.append((x, weight, F.conv2d(x, weight, padding=taps // 2, groups=channels)))
-        for x, weight, found in made:
-            taps, channels = weight.shape[-1], x.shape[1]
-            exact = F.conv2d(x.double(), weight.double(), padding=taps // 2, groups=channels)
-            error = ((found.double() - exact).norm() / exact.norm()).item()
-            if not error < limit:
-                wrong.append(
-                    f"depthwise {taps}x{taps} of {channels} channels is wrong by {error:.1e} in a row of others"
-                )
+            x = torch.randn(4, channels, 24, 24, device=device).to(dtype).requires_grad_()
+            weight = (torch.randn(channels, 1, taps, taps, device=device) / taps).to(dtype).requires_grad_()
+            dy = torch.randn(4, channels, 24, 24, device=device).to(dtype)
+            made.append((x, weight, dy, depthwise_products(x, weight, dy)))
+        for x, weight, dy, found in made:
+            exact = depthwise_products(*(t.detach().double().requires_grad_(t.requires_grad) for t in (x, weight, dy)))
+            for product, one, right in zip(PRODUCTS, found, exact, strict=True):
+                error = ((one.double() - right).norm() / right.norm()).item()
+                if not error < limit:
+                    taps, channels = weight.shape[-1], x.shape[1]
+                    wrong.append(
+                        f"{product} of depthwise {taps}x{taps} of {channels} channels is wrong by {error:.1e} in a row of others"
+                    )
     return "; ".join(wrong)
+
+
+def depthwise_products(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The three products."""
+    y = F.conv2d(x, weight, padding=weight.shape[-1] // 2, groups=x.shape[1])
+    return y.detach(), *torch.autograd.grad(y, (x, weight), dy)

@@ -46,6 +46,28 @@ def test_a_sequence_that_is_right_says_nothing() -> None:
     assert sweep.sequence_errors("cpu") == ""
 
 
+def test_a_sequence_that_is_wrong_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: the third call has another gradient."""
+    right, calls = sweep.depthwise_products, []
+
+    def stale(x: torch.Tensor, weight: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, dx, dw = right(x, weight, dy)
+        calls.append(dx)
+        return y, dx * 2 if len(calls) == 3 else dx, dw
+
+    monkeypatch.setattr(sweep, "depthwise_products", stale)
+    assert sweep.sequence_errors("cpu") == (
+        "data gradient of depthwise 3x3 of 16 channels is wrong by 1.0e+00 in a row of others"
+    )
+
+
+def test_an_interrupted_run_goes_on_with_what_is_missing() -> None:
+    there = [{"sweep": "side", "dtype": "bfloat16", "layout": "nhwc"}]
+    found = sweep.order(["side", "side", "taps"], there)
+    assert found[-1] == ("side", "bfloat16", "nhwc")
+    assert len(found) == len(set(found)) == 2 * len(sweep.SETTINGS)
+
+
 def test_without_a_gpu_it_ends_with_5(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(AdvisorError) as found:
