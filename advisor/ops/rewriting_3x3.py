@@ -11,7 +11,12 @@ from advisor.ops import dispatch, match
 
 
 def rewriting(
-    spec: Any, dtypes: Callable[[], Collection[str]], function: Callable[..., Any], operation: Any
+    spec: Any,
+    dtypes: Callable[[], Collection[str]],
+    function: Callable[..., Any],
+    operation: Any,
+    *,
+    padded: bool = False,
 ) -> Callable[..., None]:
     """A family's `rewrite`.
 
@@ -20,6 +25,7 @@ def rewriting(
             dtype)`.
         dtypes: gives those of what is multiplied.
         function: of x and weight, for eager graphs; `operation` is torch.library's, for those that go on to Inductor.
+        padded: both take the padding too.
     """
 
     def taken(node: fx.Node) -> match.Conv2d | str:
@@ -48,7 +54,8 @@ def rewriting(
         for node, call in match.convolutions(graph, report, taken):
             with graph.inserting_before(node):
                 x = match.in_dtype_of(node, call.x) if compiled else call.x
-                new = graph.call_function(operation if compiled else function, (x, call.weight))
+                numbers = call.padding[:1] if padded else ()
+                new = graph.call_function(operation if compiled else function, (x, call.weight, *numbers))
             report.matched[match.path(node)] = spec.name(call.channels, call.weight_shape[0])
             match.replace(node, new)
 

@@ -11,7 +11,7 @@
 // the magnitudes of all inputs add up to less than 2^FILTERS_BELOW. So a product summed over all channels is below 2^15, and fp16 ends at
 // 65,504: what is finite stays so, whatever its magnitude. What is not makes results that are not; those are made from their own taps.
 //
-// WEIGHT_STORAGE: 0 fp32, 2 bf16. TRANSPOSED: taps are turned, for the gradient of an input.
+// WEIGHT_STORAGE: 0 fp32, 2 bf16. TRANSPOSED: taps are turned, for the gradient of an input. PAD: pixels of zeros at each side.
 
 typedef long long i64;
 

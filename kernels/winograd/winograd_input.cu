@@ -1,6 +1,6 @@
 // Pixels of bf16 images as Winograd's F(4x4, 3x3) multiplies them: of each tile of 4 x 4 results 6 x 6 pixels, as 36 frequencies, fp16.
 //
-//   v[f,tile,i] = scale[tile] * (B^T d B)[f],   d = x[n, 4 ti - 1 .. 4 ti + 4, 4 tj - 1 .. 4 tj + 4, i], zero outside the image
+//   v[f,tile,i] = scale[tile] * (B^T d B)[f],   d = x[n, 4 ti - PAD .. 4 ti + 5 - PAD, 4 tj - PAD .. 4 tj + 5 - PAD, i], zero outside the image
 //
 // Shapes    x: [N, H, W, IN] bf16; v: [36, tiles, IN] fp16, tiles by image, row and column; scales: [tiles] fp32, 1 / scale.
 // Replaces  with winograd_filter.cu, torch.bmm and winograd_output.cu aten::convolution in bf16, and its gradient of the input.
@@ -11,7 +11,7 @@
 //           such groups ahead of the tile that is made; neighbours share two columns, which stay in registers.
 // Numerics  fp32, each value rounded once to fp16. The scale brings the tile's largest magnitude to below 2^PIXELS_BELOW (include/winograd.cuh).
 //           Two runs are bit-equal.
-// Limits    IN a multiple of 64, 2 * THREADS; x begins at a multiple of 16 bytes; N * tiles * IN below 2^31; sm_80.
+// Limits    PAD 0 to 2; IN a multiple of 64, 2 * THREADS; x begins at a multiple of 16 bytes; N * tiles * IN below 2^31; sm_80.
 
 #define WEIGHT_STORAGE 0
 #define TRANSPOSED 0
@@ -54,12 +54,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS) winograd_inp
   extern __shared__ __align__(16) Vec16 ring[];
   __shared__ unsigned int found[THREADS / 32];
   const int segment = blockIdx.x % segments, ti = blockIdx.x / segments % tiles_h, n = blockIdx.x / segments / tiles_h;
-  const int first = segment * WALK, last = first + WALK < tiles_w ? first + WALK : tiles_w, h = 4 * ti - 1;
+  const int first = segment * WALK, last = first + WALK < tiles_w ? first + WALK : tiles_w, h = 4 * ti - PAD;
   const int column = threadIdx.x / UNITS, unit = threadIdx.x % UNITS;  // of a group, as this thread copies it
 
-  // Group g has the columns from 4 g - 1 on. A tile needs its own and two columns of the next.
+  // Group g has the columns from 4 g - PAD on. A tile needs its own and two columns of the next.
   const auto fetch = [&](int g) {
-    const int w = 4 * g - 1 + column;
+    const int w = 4 * g - PAD + column;
     const bool inside = g < last || (g == last && column < 2);
     Vec16* to = ring + (g - first) % GROUPS * GROUP + column * UNITS + unit;
 #pragma unroll

@@ -3,7 +3,7 @@
 //   y[n, 4 ti .. 4 ti + 3, 4 tj .. 4 tj + 3, o] = pixel_scales[tile] * filter_scales[o] * (A^T m[:,tile,o] A)
 //
 // Shapes    m: [36, tiles, OUT] fp16, as torch.bmm makes it of what winograd_input.cu and winograd_filter.cu leave, with their scales; y: [N, H, W,
-//           OUT] bf16. x: [N, H, W, IN] bf16 and the weight, any strides, are read where a result is not finite.
+//           OUT] bf16. x: [N, H + 2 - 2 PAD, W + 2 - 2 PAD, IN] bf16 and the weight, any strides, are read where a result is not finite.
 // Replaces  with those aten::convolution in bf16, and its gradient of the input.
 // Bytes     m and y once. [128,28,28,512]: 231 MB and 103.
 // Flops     about 8 a value of m.
@@ -21,11 +21,12 @@
 __device__ float by_taps(const unsigned short* __restrict__ x, const Weight* __restrict__ weight, int n, int h, int w, int o, int inputs, int height, int width,
                          i64 step_out, i64 step_in, i64 step_row, i64 step_column) {
   float total = 0.f;
+  const int rows = height + 2 - 2 * PAD, columns = width + 2 - 2 * PAD;  // of x
   for (int r = 0; r < 3; ++r)
     for (int s = 0; s < 3; ++s) {
-      const int row = h - 1 + r, column = w - 1 + s;
-      if (row < 0 || column < 0 || row >= height || column >= width) continue;
-      const unsigned short* pixel = x + (((i64)n * height + row) * width + column) * inputs;
+      const int row = h - PAD + r, column = w - PAD + s;
+      if (row < 0 || column < 0 || row >= rows || column >= columns) continue;
+      const unsigned short* pixel = x + (((i64)n * rows + row) * columns + column) * inputs;
       const Weight* tap = weight + o * step_out + tap_at(r, s, step_row, step_column);
       for (int i = 0; i < inputs; ++i) {
         total = fmaf(widen_bf16(pixel[i]), widen_weight(tap[i * step_in]), total);

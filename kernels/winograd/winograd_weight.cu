@@ -3,8 +3,8 @@
 //   dw[o,i] = (G^T u[:,o,i] G) / S
 //
 // Shapes    u: [36, OUT, IN] fp32, summed over all tiles of what winograd_gradient.cu and winograd_input.cu leave; dw: [OUT, IN, 3, 3] fp32 or bf16
-//           (WEIGHT_STORAGE 0, 2), any strides. most: one fp32, of which winograd_gradient.cu has S. x: [N, H, W, IN] and dy: [N, H, W, OUT] bf16 are
-//           read where a result is not finite.
+//           (WEIGHT_STORAGE 0, 2), any strides. most: one fp32, of which winograd_gradient.cu has S. x: [N, H, W, IN] and dy: [N, H - 2 + 2 PAD,
+//           W - 2 + 2 PAD, OUT] bf16 are read where a result is not finite.
 // Replaces  with those the weight's gradient of aten::convolution_backward in bf16, and its cast to the weight's dtype.
 // Bytes     u and dw once. 512 to 512 channels: 38 MB and 9.4.
 // Flops     about 3 a value of u.
@@ -24,13 +24,14 @@
 __device__ float by_pixels(const unsigned short* __restrict__ x, const unsigned short* __restrict__ dy, int r, int s, int i, int o, int inputs, int outputs,
                            int batch, int height, int width) {
   float total = 0.f;
+  const int rows = height - 2 + 2 * PAD, columns = width - 2 + 2 * PAD;  // of dy
   for (int n = 0; n < batch; ++n)
-    for (int h = 0; h < height; ++h)
-      for (int w = 0; w < width; ++w) {
-        const int row = h - 1 + r, column = w - 1 + s;
+    for (int h = 0; h < rows; ++h)
+      for (int w = 0; w < columns; ++w) {
+        const int row = h - PAD + r, column = w - PAD + s;
         if (row < 0 || column < 0 || row >= height || column >= width) continue;
         const float pixel = widen_bf16(x[(((i64)n * height + row) * width + column) * inputs + i]);
-        total = fmaf(pixel, widen_bf16(dy[(((i64)n * height + h) * width + w) * outputs + o]), total);
+        total = fmaf(pixel, widen_bf16(dy[(((i64)n * rows + h) * columns + w) * outputs + o]), total);
         if (total != total) return total;
       }
   return total;

@@ -90,6 +90,46 @@ def test_the_weights_gradient_is_as_near_as_bf16_stores(emulated, scale: float) 
         assert _off(found, exact) < 2e-3
 
 
+@pytest.mark.parametrize("shape", [(2, 192, 6, 10), (1, 192, 11, 7)])
+def test_without_padding(emulated, shape: tuple[int, ...]) -> None:
+    """The input's gradient is padded by two, and has more tiles than the result; what is not finite stays where it is."""
+    x, weight = _given(shape, 256)
+    call = spec.call(shape, 256, 0)
+    exact = F.conv2d(x.double(), weight.double())
+    assert _off(cuda.forward(x, weight, call), exact) < BOUND
+    dy = torch.randn(exact.shape).bfloat16().contiguous(memory_format=NHWC)
+    dx, dweight = cuda.backward(dy, x, weight, call)
+    assert _off(dx, torch.nn.grad.conv2d_input(shape, weight.double(), dy.double())) < BOUND
+    assert _off(dweight, torch.nn.grad.conv2d_weight(x.double(), weight.shape, dy.double())) < 2e-3
+    x[0, 5, 4, 4] = float("inf")
+    exact = F.conv2d(x.double(), weight.double())
+    assert torch.equal(cuda.forward(x, weight, call).isfinite(), exact.isfinite())
+    _, dweight = cuda.backward(dy, x, weight, call)
+    exact = torch.nn.grad.conv2d_weight(x.double(), weight.shape, dy.double())
+    assert torch.equal(dweight.isfinite(), exact.isfinite())
+
+
+def test_images_in_parts_hold_less_memory_and_give_the_same(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, weight = _given((5, 192, 8, 8), 256)
+    dy = torch.randn(5, 256, 8, 8).bfloat16().contiguous(memory_format=NHWC)
+    call = spec.call(tuple(x.shape), 256)
+    assert spec.parts(call) == ((0, 5),)
+    whole = cuda.forward(x, weight, call), *cuda.backward(dy, x, weight, call)
+    each = 2 * spec.FREQUENCIES * 4 * (192 + 256)
+    monkeypatch.setattr(spec, "WORKSPACE", 2 * each)
+    spec.parts.cache_clear()
+    try:
+        assert spec.parts(call) == ((0, 2), (2, 4), (4, 5))
+        y, dx, dweight = cuda.forward(x, weight, call), *cuda.backward(dy, x, weight, call)
+    finally:
+        monkeypatch.undo()
+        spec.parts.cache_clear()
+    assert torch.equal(y, whole[0])
+    assert torch.equal(dx, whole[1])
+    assert dweight.stride() == whole[2].stride()
+    assert _off(dweight, whole[2].double()) < 1e-3  # other sums, and another scale
+
+
 def test_a_torch_that_sums_fp16_in_fp16_makes_the_weights_gradient_itself(
     emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:

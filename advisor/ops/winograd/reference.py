@@ -6,6 +6,6 @@ import torch
 from torch.nn import functional as F
 
 
-def winograd(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """`conv2d` with padding 1, one group and no bias. x: [N, I, H, W]; weight: [O, I, 3, 3]."""
-    return F.conv2d(x, weight, None, 1, 1)
+def winograd(x: torch.Tensor, weight: torch.Tensor, padding: int = 1) -> torch.Tensor:
+    """`conv2d` with one group and no bias. x: [N, I, H, W]; weight: [O, I, 3, 3]."""
+    return F.conv2d(x, weight, None, 1, padding)

@@ -7,4 +7,4 @@ import torch
 from advisor.ops.rewriting_3x3 import rewriting
 from advisor.ops.winograd import api, spec
 
-rewrite = rewriting(spec, lambda: (spec.DTYPE,), api.winograd, torch.ops.advisor.winograd.default)
+rewrite = rewriting(spec, lambda: (spec.DTYPE,), api.winograd, torch.ops.advisor.winograd.default, padded=True)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.ops import dispatch, dispatch_table, shared_memory
-from advisor.ops.convolution_support import Sizes, Support, padded_by_one, whole_channels
+from advisor.ops.convolution_support import Sizes, Support, told, whole_channels
 from advisor.ops.dispatch import UNMEASURED
 
 FILTER = "winograd/winograd_filter.cu"
@@ -43,6 +43,7 @@ WALK = 4  # tiles side by side that a block of INPUT makes, of which neighbours 
 STAGED = 3 * 6 * 4  # pixels, all channels, that it has in shared memory
 TUNABLE = {"WALK": (2, 4, 7), "OUTPUT_THREADS": (128, 256)}
 MAX_OFFSET = 2**31 - 1
+WORKSPACE = 1 << 30  # bytes of pixels and products; in two parts a call takes a tenth longer
 
 
 class WinogradConv(NamedTuple):
@@ -53,33 +54,55 @@ class WinogradConv(NamedTuple):
     outputs: int
     height: int
     width: int
+    padding: int = 1
     turned: bool = False
 
     @property
+    def out_height(self) -> int:
+        """Rows of the result."""
+        return self.height + 2 * self.padding - 2
+
+    @property
+    def out_width(self) -> int:
+        """Columns of the result."""
+        return self.width + 2 * self.padding - 2
+
+    @property
     def tiles_h(self) -> int:
-        """Tiles above each other; the last may hang over."""
-        return -(-self.height // TILE)
+        """Tiles of the result above each other; the last may hang over."""
+        return -(-self.out_height // TILE)
 
     @property
     def tiles_w(self) -> int:
         """Tiles side by side."""
-        return -(-self.width // TILE)
+        return -(-self.out_width // TILE)
 
     def gradient(self) -> WinogradConv:
         """Of a forward: the product that gives the gradient of its input."""
-        return WinogradConv(self.batch, self.outputs, self.inputs, self.height, self.width, turned=True)
+        return WinogradConv(
+            self.batch, self.outputs, self.inputs, self.out_height, self.out_width, 2 - self.padding, turned=True
+        )
 
 
 @lru_cache(maxsize=4096)
-def call(shape: tuple[int, ...], outputs: int) -> WinogradConv:
+def call(shape: tuple[int, ...], outputs: int, padding: int = 1) -> WinogradConv:
     """The forward on an input of `shape` [N, I, H, W]."""
     n, inputs, h, w = shape
-    return WinogradConv(n, inputs, outputs, h, w)
+    return WinogradConv(n, inputs, outputs, h, w, padding)
 
 
 def tiles(product: WinogradConv) -> int:
     """Of all images."""
     return product.batch * product.tiles_h * product.tiles_w
+
+
+@lru_cache(maxsize=4096)
+def parts(product: WinogradConv) -> tuple[tuple[int, int], ...]:
+    """The images that are transformed together, [first, last) of each part: few enough that what is transformed takes WORKSPACE at most."""
+    each = 2 * FREQUENCIES * product.tiles_h * product.tiles_w * (product.inputs + product.outputs)
+    count = -(-product.batch // max(1, WORKSPACE // each))
+    images = -(-product.batch // count)
+    return tuple((first, min(first + images, product.batch)) for first in range(0, product.batch, images))
 
 
 def name(inputs: int, outputs: int) -> str:
@@ -94,7 +117,7 @@ def name(inputs: int, outputs: int) -> str:
 def product_wins(product: WinogradConv) -> str:
     """Why PyTorch's own operation makes this product; empty where this one is measured to be faster."""
     sizes = (product.outputs, product.inputs) if product.turned else (product.inputs, product.outputs)
-    pixels = {"pixels": product.batch * product.height * product.width, "filled": _filled(product)}
+    pixels = {"pixels": product.batch * product.out_height * product.out_width, "filled": _filled(product)}
     return dispatch_table.refusal(
         "winograd", name(*sizes), DTYPE, pixels, part="gradient" if product.turned else "forward"
     )
@@ -126,7 +149,7 @@ def wins_between(inputs: int, outputs: int, dtype: str) -> str:
 
 def _filled(product: WinogradConv) -> float:
     """The share of the tiles' pixels that are the image's."""
-    return product.height * product.width / (TILE * TILE * product.tiles_h * product.tiles_w)
+    return product.out_height * product.out_width / (TILE * TILE * product.tiles_h * product.tiles_w)
 
 
 # ---- what is supported
@@ -139,14 +162,18 @@ def _widths(sizes: Sizes) -> str:
     return "" if fits else f"{inputs} channels to {outputs}"
 
 
+def _padded(sizes: Sizes) -> str:
+    return "" if sizes.padding in ((0, 0), (1, 1)) else told("padding", sizes.padding)
+
+
 def _limit(sizes: Sizes, _dtype: str, arch: int) -> str:
     n, inputs, h, w = sizes.shape
     most = max(inputs, sizes.weight_shape[0])
-    if min(h, w) < TILE:
+    sized = call(sizes.shape, sizes.weight_shape[0], sizes.padding[0])
+    if min(h, w, sized.out_height, sized.out_width) < TILE:
         return f"images of {h} x {w} pixels"
     if staged_bytes(most) + 1024 > shared_memory.of_a_block(arch):
         return f"{most} channels do not fit in the shared memory of sm_{arch}"
-    sized = call(sizes.shape, sizes.weight_shape[0])
     return "more tiles than a grid has" if n * sized.tiles_h * sized.tiles_w * most > MAX_OFFSET else ""
 
 
@@ -155,7 +182,7 @@ SUPPORTS = Support(
     channels=whole_channels,
     taps=lambda rows, columns: rows == columns == 3,
     strides=(1,),
-    padding=padded_by_one,
+    padding=_padded,
     vectors=_widths,
     storage=(DTYPE,),
     limit=_limit,
@@ -168,7 +195,7 @@ SUPPORTS = Support(
 def input_defines(product: WinogradConv) -> dict[str, int]:
     """Macros of INPUT."""
     threads = product.inputs // 2
-    return {"THREADS": threads, "LEAST_BLOCKS": max(1, RESIDENT // threads), "WALK": WALK}
+    return {"THREADS": threads, "LEAST_BLOCKS": max(1, RESIDENT // threads), "WALK": WALK, "PAD": product.padding}
 
 
 def staged_bytes(channels: int) -> int:
@@ -181,15 +208,15 @@ def weight_defines(weight_dtype: str, *, turned: bool) -> dict[str, int]:
     return {"WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype], "TRANSPOSED": int(turned)}
 
 
-def output_defines(weight_dtype: str, *, turned: bool) -> dict[str, int]:
+def output_defines(weight_dtype: str, padding: int = 1, *, turned: bool) -> dict[str, int]:
     """Macros of OUTPUT."""
-    threads = {"THREADS": OUTPUT_THREADS, "LEAST_BLOCKS": OUTPUT_RESIDENT // OUTPUT_THREADS}
+    threads = {"THREADS": OUTPUT_THREADS, "LEAST_BLOCKS": OUTPUT_RESIDENT // OUTPUT_THREADS, "PAD": padding}
     return {**weight_defines(weight_dtype, turned=turned), **threads}
 
 
-def gradient_defines(weight_dtype: str) -> dict[str, int]:
+def gradient_defines(weight_dtype: str, padding: int = 1) -> dict[str, int]:
     """Macros of WEIGHT."""
-    return {"WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype], "THREADS": WEIGHT_THREADS}
+    return {"WEIGHT_STORAGE": WEIGHT_STORAGE[weight_dtype], "THREADS": WEIGHT_THREADS, "PAD": padding}
 
 
 # (batch, inputs, outputs, side) of convolutions in trained networks: VGG-16, UNet, an EDSR of 256 channels, ResNets.
@@ -203,6 +230,8 @@ TRAINED = (
     (128, 512, 512, 14),
     (128, 256, 256, 56),
     (16, 256, 256, 48),
+    (16, 256, 1024, 48),
+    (16, 256, 1024, 96),
     (256, 512, 512, 7),
     (256, 256, 256, 14),
 )
@@ -222,7 +251,8 @@ def variants(source: str) -> tuple[dict[str, int], ...]:
 
 def bytes_moved(call: WinogradConv) -> tuple[int, int]:
     """Bytes of forward and backward: x in and y out; x and dy in, dx out. Weights are left out."""
-    x, y = (2 * call.batch * channels * call.height * call.width for channels in (call.inputs, call.outputs))
+    x = 2 * call.batch * call.inputs * call.height * call.width
+    y = 2 * call.batch * call.outputs * call.out_height * call.out_width
     return x + y, 2 * x + y
 
 

@@ -131,12 +131,12 @@ def _exact_data(dy: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, n: Numb
 
 
 def _refused_winograd(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> str:
-    taken = (n.stride, n.padding, n.dilation, n.groups) == ((1, 1), (1, 1), (1, 1), 1)
-    return _reason(taken, lambda: winograd_api.unsupported(x, weight, None))
+    taken = (n.stride, n.dilation, n.groups) == ((1, 1), (1, 1), 1) and n.padding[0] == n.padding[1]
+    return _reason(taken, lambda: winograd_api.unsupported(x, weight, None, n.padding[0]))
 
 
-def _call_winograd(x: torch.Tensor, weight: torch.Tensor) -> winograd_spec.WinogradConv:
-    return winograd_spec.call(tuple(x.shape), weight.shape[0])
+def _call_winograd(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> winograd_spec.WinogradConv:
+    return winograd_spec.call(tuple(x.shape), weight.shape[0], n.padding[0])
 
 
 def _depthwise(x: torch.Tensor, weight: torch.Tensor, n: Numbers) -> bool:
@@ -202,8 +202,8 @@ BUNDLED = {
         "nhwc",
         _refused_winograd,
         {
-            FORWARD: lambda x, w, n: winograd.forward(x, w, _call_winograd(x, w)),
-            DATA: lambda dy, x, w, n: winograd.backward_data(dy, w, _call_winograd(x, w)),
+            FORWARD: lambda x, w, n: winograd.forward(x, w, _call_winograd(x, w, n)),
+            DATA: lambda dy, x, w, n: winograd.backward_data(dy, w, _call_winograd(x, w, n)),
         },
         Semantics.PRECISION,
     ),
