@@ -70,7 +70,6 @@ def on_two_hosts(folder: Path, *advisor: str) -> dict[str, dict[str, object]]:
         env=data_parallel.environment(),
         capture_output=True,
         text=True,
-        timeout=240,
         check=False,
     )
     said = {name: (folder / name / "said").read_text() for name in ("one", "two")}
