@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 from advisor.core.units import percent_text
 from advisor.testing import amounts
@@ -24,8 +25,8 @@ def lines(tests: Iterable[Tested], files: dict[str, str]) -> Iterator[tuple[str,
     for test in tests:
         for record in test.records:
             yield _headline(test.test, record), test.outcome == "failed"
-            for budget in record.budgets:
-                yield _budget(budget), not budget.passed
+            for budget, exact in _each_once(record.budgets):
+                yield _budget(budget, exact=exact), not budget.passed
             for text in (*record.against, *record.notes):
                 yield f"    {text}", False
             if record.report:
@@ -51,9 +52,23 @@ def _headline(test: str, record: Record) -> str:
     return "  ".join([name, *parts, f"({record.seconds:.1f} s)"])
 
 
-def _budget(budget: JudgedBudget) -> str:
+def _each_once(budgets: Iterable[JudgedBudget]) -> Iterator[tuple[JudgedBudget, bool]]:
+    """Each budget, and whether it is exact: one that is the most and the least of the same is one line, unless it is broken."""
+    told: list[JudgedBudget] = []
+    every = list(budgets)
+    for budget in every:
+        other = replace(budget, bound="min" if budget.bound == "max" else "max")
+        exact = budget.bound in ("max", "min") and budget.passed and other in every
+        if not (exact and other in told):
+            yield budget, exact
+        told.append(budget)
+
+
+def _budget(budget: JudgedBudget, *, exact: bool = False) -> str:
     if budget.bound == "check":
         return f"    {_titled(budget)}: " + ("kept" if budget.passed else "FAILED")
+    if exact:
+        return f"    {_titled(budget)}: {amounts.text(budget.value, budget.unit)}, as wanted"
     wanted = "at most" if budget.bound == "max" else "at least"
     text = f"    {_titled(budget)}: {amounts.text(budget.value, budget.unit)} of {wanted} {amounts.text(budget.limit, budget.unit)}"
     used = f", {percent_text(budget.used)} used" if budget.used is not None else ""

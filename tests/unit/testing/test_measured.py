@@ -326,6 +326,17 @@ def test_measured_and_modelled_traffic_are_not_compared() -> None:
         measured().assert_dram_bytes(baseline=replace(stored(), entries=(modelled,)))
 
 
+def test_a_count_that_is_wanted_exactly_is_one_line() -> None:
+    calls = [
+        JudgedBudget(title="calls of 'stats'", unit="count", value=1, limit=1, bound=b, passed=True)
+        for b in ("max", "min")
+    ]
+    other = JudgedBudget(title="kernels", unit="count", value=3, limit=8, bound="max", passed=True)
+    record = Record(label="", entry=None, budgets=(*calls, other))
+    _, *told = (line for line, _ in section.lines([Tested(test="test", outcome="passed", records=(record,))], {}))
+    assert told == ["    calls of 'stats': 1, as wanted", "    kernels: 3 of at most 8, 38 % used"]
+
+
 def test_traffic_that_is_modelled_is_passed_over_where_everything_is_held_to_a_baseline() -> None:
     rows = tuple(
         replace(row, dram_bytes=None, dram_provenance=Provenance.UNAVAILABLE, modelled_bytes=1e9)
