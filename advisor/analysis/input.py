@@ -5,6 +5,7 @@ from __future__ import annotations
 from advisor.analysis.time import NO_STEP
 from advisor.analysis.view import View
 from advisor.core.metrics import MetricTable
+from advisor.core.provenance import Provenance
 
 LEAST_LINE = 0.02  # of a batch: what is named of the work that a GPU could do
 EACH_STEP = 0.5  # iterators a step, from here on
@@ -31,6 +32,7 @@ def fill(view: View, table: MetricTable) -> None:
         table.set("workers", stats.workers)
         if cores := view.profile.environment.cpu_count:
             table.set("workers_per_core", stats.workers / cores)
+            _crowd(view, table, stats.workers, cores)
         table.set("pin_memory", stats.pin_memory)
         table.set("persistent_workers", stats.persistent_workers)
         if stats.workers:
@@ -48,6 +50,7 @@ def fill(view: View, table: MetricTable) -> None:
             "loader_late_frac",
             "workers",
             "workers_per_core",
+            "workers_crowd_frac",
             "pin_memory",
             "persistent_workers",
             "prefetch_factor",
@@ -65,6 +68,15 @@ def fill(view: View, table: MetricTable) -> None:
         table.miss("input_fp32_bytes", "the batch's dtype was not seen")
     if view.on_gpu:
         _copies(view, table)
+
+
+def _crowd(view: View, table: MetricTable, workers: int, cores: int) -> None:
+    """The scheduler shares the cores out evenly among all that want one: of a training's threads each has so much less."""
+    threads = min(view.profile.model.cpu_threads, cores)
+    if view.on_gpu or not threads:
+        table.miss("workers_crowd_frac", "the step runs on a GPU" if view.on_gpu else "torch's threads were not read")
+        return
+    table.set("workers_crowd_frac", max(0.0, 1.0 - cores / (threads + workers)), Provenance.MODELLED)
 
 
 def _epochs(view: View, table: MetricTable) -> None:

@@ -99,6 +99,11 @@ CAUSES: tuple[MetricSpec | Section, ...] = (
     number("iterators_per_step", "count", "iterators of the loader that are made, a step"),
     number("workers", "count", "DataLoader workers"),
     number("workers_per_core", "count", "DataLoader workers for each core available"),
+    number(
+        "workers_crowd_frac",
+        "frac",
+        "on a CPU: what busy workers leave of the cores to torch's threads at worst, as a share of the step lost",
+    ),
     flag("pin_memory", "batches are pinned"),
     flag("persistent_workers", "workers persist over epochs"),
     number("prefetch_factor", "count", "batches prefetched per worker"),

@@ -252,7 +252,13 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
         )
     frac = breakdown.limit_frac(profile)
     if frac is not None:
-        tiles.append((f"Of the limit{plain}", units.percent_text(frac), f"limit {numbers.duration(profile.limit_us)}"))
+        tiles.append(
+            (
+                f"Of the limit{plain}",
+                units.percent_text(frac),
+                f"limit {numbers.duration(profile.limit_us, profile.typical_us)}",
+            )
+        )
     if (rate := breakdown.samples_per_s(profile)) is not None and stack is None:
         tiles.append(("Rate", units.samples_text(rate), wording.rate_unit(profile)))
     nbytes, provenance = breakdown.dram_bytes(profile)

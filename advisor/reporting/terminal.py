@@ -82,7 +82,7 @@ def _summary(page: Page, profile: StepProfile) -> list[str]:
     if frac is not None:
         style = "green" if wording.ENOUGH_FRAC <= frac <= 1 else "yellow" if frac >= 0.5 else "red"
         lines.append(
-            f"  Limit  {numbers.duration(profile.limit_us)}   {page.paint(wording.limit_sentence(profile), style)}"
+            f"  Limit  {numbers.duration(profile.limit_us, profile.typical_us)}   {page.paint(wording.limit_sentence(profile), style)}"
         )
     else:
         lines += page.wrap(f"Limit  –   {wording.limit_sentence(profile)}", 13, first=2)

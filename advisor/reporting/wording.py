@@ -36,11 +36,8 @@ def fed(profile: StepProfile) -> str:
     if not profile.fed_us:
         return ""
     waits = percent_text(1.0 - profile.fed_us / profile.typical_us)
-    low, high = (duration(end) for end in profile.fed_within_us)
-    if low.split()[1] == high.split()[1]:
-        took = high if low == high else f"{low.split()[0]} to {high}"
-    else:
-        took = f"{low} to {high}"
+    low, high = (duration(end, max(profile.fed_within_us)) for end in profile.fed_within_us)
+    took = high if low == high else f"{low.split()[0]} to {high}"
     return f"{took} if every batch were ready: the step waits {waits} of its time for the loader"
 
 

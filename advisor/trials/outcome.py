@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 from advisor.core.errors import INTERRUPTED, ExitCode
 from advisor.core.transform_row import TOGETHER
 from advisor.core.units import bounds_text
-from advisor.core.verdict import OPEN, Round, Status, TrialLog
+from advisor.core.verdict import OPEN, Round, Status, TrialLog, Verdict
 from advisor.trials import records, spent
 from advisor.trials.proof import Proof
 from advisor.trials.script import Script
@@ -34,7 +35,8 @@ def log(
         complete: nothing was left to try.
     """
     notes = [script.stepless, *script.notes] if script.stepless else list(script.notes)
-    verdicts = records.verdicts(script.run_dir)
+    held = proved.items if proved is not None and proved.holds else ()
+    verdicts = [_decided(v) if v.transform in held else v for v in records.verdicts(script.run_dir)]
     for split in verdicts:
         if TOGETHER in split.transform:
             notes.append(f"{split.title or split.transform}, tried as one: {split.status}, {split.reason}")
@@ -57,6 +59,11 @@ def log(
         fault=script.fault,
         notes=tuple(notes),
     )
+
+
+def _decided(verdict: Verdict) -> Verdict:
+    """What the loop left to fresh runs, now that they have decided."""
+    return dataclasses.replace(verdict, reason=verdict.reason.replace(records.UNDECIDED, "fresh runs confirmed it"))
 
 
 def leave_unconfirmed(script: Script, proved: Proof | None) -> None:

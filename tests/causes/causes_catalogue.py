@@ -722,11 +722,7 @@ FAULTS: tuple[Fault, ...] = (
     ),
     Fault(
         id="more-workers-than-cores",
-        expect=(
-            "more-workers-than-cores",
-            "few-loader-workers",
-            "loader-cpu-saturated",
-        ),
+        expect=("more-workers-than-cores",),
         slots=_loading(
             2048,
             0.002,

@@ -147,6 +147,14 @@ def test_gradients_for_parameters_that_no_optimizer_holds_are_told() -> None:
     assert low / high == pytest.approx(0.3 * 30 / 35)
 
 
+def test_a_forward_that_records_no_graph_is_shorter_on_a_cpu() -> None:
+    base = profiles.laptop()
+    forward = profiles.row(name="f", op="aten::f", kind="conv", phase="forward", module="Teacher.conv", time_us=20_000)
+    base = profiles.with_rows(base, *base.kernels, backward_of("Teacher.conv", 30_000), forward)
+    low, high = saved(metrics(replace(base, model=replace(base.model, untrained=UNHELD))), "untrained")
+    assert low / high == pytest.approx(0.3 * 30_000 / (30_000 + 0.3 * 20_000))
+
+
 def test_steps_that_others_have_made_longer_than_the_traced_ones_keep_the_rows_shares() -> None:
     base = profiles.laptop()
     base = profiles.with_rows(base, *base.kernels, backward_of("Teacher.conv", 30_000))
@@ -167,8 +175,11 @@ def test_of_a_model_that_is_trained_in_part_only_the_modules_without_an_optimize
     assert found.number("untrained_frac") == pytest.approx(30 / 195)
     low, high = saved(found, "untrained")
     # Where a head alone is trained nothing of backward is needed but the head's.
-    backward = sum(row.time_us for row in base.kernels if row.phase == "backward" and row.module.startswith("Net"))
-    assert low / high == pytest.approx(0.3 * 30_000 / backward)
+    passes = {"backward": 0.0, "forward": 0.0}
+    for row in base.kernels:
+        if row.module.startswith("Net") and row.phase in passes:
+            passes[row.phase] += row.time_us
+    assert low / high == pytest.approx(0.3 * 30_000 / (passes["backward"] + 0.3 * passes["forward"]))
 
 
 def test_gradients_that_an_update_by_hand_reads_are_none_for_nobody() -> None:

@@ -235,3 +235,14 @@ def test_batches_that_the_training_thread_makes_by_itself_are_told_where_nothing
     assert "starved-without-loader" not in fired(loading(profiles.laptop(), work=work))  # a DataLoader makes them
     few = replace(work, samples=3)
     assert "starved-without-loader" not in fired(loading(profiles.laptop(), **{**alone, "work": few}))
+
+
+def test_workers_take_an_even_share_of_the_cores_from_a_training_on_a_cpu() -> None:
+    """Eight workers beside four threads on four cores: a step took three times as long."""
+    base = profiles.laptop()
+    base = replace(base, environment=replace(base.environment, cpu_count=4), model=replace(base.model, cpu_threads=4))
+    assert fired(loading(base, workers=8))["more-workers-than-cores"].gain.high == pytest.approx(1 - 4 / 12)
+    on_gpu = profiles.resnet50()
+    on_gpu = replace(on_gpu, environment=replace(on_gpu.environment, cpu_count=4))
+    late = fired(loading(on_gpu, workers=8, late_us=2_000.0))
+    assert late["more-workers-than-cores"].gain.high == pytest.approx(0.2)

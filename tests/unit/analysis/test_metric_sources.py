@@ -71,9 +71,19 @@ def sources() -> set[str]:
         kernels=(*profiles.resnet50().kernels, teacher),
         model=replace(whole.model, optimizer_own=False, untrained=("ResNet.dw",)),
     )
+    laptop = profiles.laptop()
+    threads = replace(laptop, model=replace(laptop.model, cpu_threads=2))
     known = {
         name
-        for profile in (*built, whole, sampled, teaching, cupy, replace(whole, input=replace(whole.input, loader="")))
+        for profile in (
+            *built,
+            whole,
+            sampled,
+            teaching,
+            cupy,
+            threads,
+            replace(whole, input=replace(whole.input, loader="")),
+        )
         for name, metric in metrics(profile)
         if metric.value is not None
     }

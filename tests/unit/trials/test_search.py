@@ -1133,6 +1133,20 @@ def test_what_fresh_runs_are_to_decide_is_not_told_as_kept(tmp_path):
     assert said == [f"tf32: open, {reason}", "compile: kept, faster"]
 
 
+def test_what_fresh_runs_have_confirmed_is_no_longer_told_as_theirs_to_decide(script):
+    def undecided(session):
+        reason = f"too noisy to confirm a gain of 1.0 %; {records.UNDECIDED}"
+        verdict = Verdict(transform="tf32", status="kept", reason=reason, semantics="exact")
+        records.save_verdict(script.run_dir, verdict)
+        return script.stops
+
+    script.verdicts = {"tf32": undecided}
+    script.step_us[("tf32",)] = 500.0
+    log, *_ = apply(script, "tf32")
+    assert log.stack.passed
+    assert log.verdicts[0].reason == "too noisy to confirm a gain of 1.0 %; fresh runs confirmed it"
+
+
 def test_what_time_is_kept_for_is_said_before_it_is_missed(script):
     script.verdicts = {"tf32": "reverted"}
     said = []
