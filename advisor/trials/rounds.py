@@ -15,18 +15,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from advisor.analysis.predict import predict
-from advisor.core import transform_table
+from advisor.core import storage, transform_table
 from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Recommendation
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Round, Status, Verdict
+from advisor.loop.records import STEPS_FILE, StepsRecord
 from advisor.profiling.after.assemble import assemble
 from advisor.trials import planner, records, spent
 from advisor.trials.choosing import CandidateChooser
 from advisor.trials.processes import SearchProcesses
-from advisor.trials.script import GRACE_S, TRACER_FAULTS
+from advisor.trials.script import GRACE_S, TRACER_FAULTS, Ended
 
 Recommend = Callable[[StepProfile, Path], Sequence[Recommendation]]
 
@@ -151,7 +152,7 @@ class Rounds:
                 deadline_unix_s=deadline,
                 timeout_s=min(self.processes.budget.trial_s, PROFILE_TIMEOUT_S) + GRACE_S,
             )
-            if ended.failed:
+            if ended.failed and not _whole(folder, ended):
                 late = ended.exit.timed_out
                 reason = "it took too long" if late else f"the script ended with exit code {ended.exit.code}"
             found = assemble(folder, machine, exit_code=ended.exit.code)
@@ -160,7 +161,7 @@ class Rounds:
         if script.over:
             return None
         eager = tuple(item for item in kept if item.transform != planner.GRAPHS)
-        if ended is not None and ended.exit.signal in TRACER_FAULTS and len(eager) < len(kept):
+        if reason and ended is not None and ended.exit.signal in TRACER_FAULTS and len(eager) < len(kept):
             # The tracer has been seen to die beside captured graphs; replays are paused in the traced window anyway.
             script.notes.append(
                 f"round {number}: the process died of signal {ended.exit.signal}; profiled without CUDA graphs"
@@ -174,6 +175,16 @@ class Rounds:
             script.say(script.notes[-1])
             return None
         return found
+
+
+def _whole(folder: Path, ended: Ended) -> bool:
+    """Whether all was measured and written when native code ended the process: a DeepLabV3+ that had been traced aborted at its exit, each
+    time."""
+    try:
+        measured = storage.load(folder / STEPS_FILE, StepsRecord).complete
+    except AdvisorError:
+        return False
+    return measured and ended.exit.signal in TRACER_FAULTS and not ended.fault
 
 
 def moved(verdicts: Sequence[Verdict], number: int, least: float) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import signal
+from pathlib import Path
 
 import pytest
 import searches
@@ -17,6 +18,7 @@ from advisor.core.errors import AdvisorError
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.profile import IdleCause, KernelRow, ModelFacts, Spread, StepProfile
 from advisor.core.verdict import Blocks, Check, Round, TrialLog, Verdict
+from advisor.loop.records import STEPS_FILE, StepsRecord
 from advisor.profiling.beside.command import ScriptCommand
 from advisor.profiling.beside.launcher import Exit
 from advisor.rules import evaluate, load, recommend
@@ -281,6 +283,28 @@ def test_a_profile_that_dies_beside_graphs_is_made_without_them(script) -> None:
     assert log.rounds[1].step_us == 250.0
     assert log.rounds[1].tried == ("fused_layer_norm",)
     assert any("profiled without CUDA graphs" in note for note in log.notes)
+
+
+@pytest.mark.parametrize(("complete", "number"), [(True, 1), (False, 2)])
+def test_a_profile_that_was_whole_when_its_process_aborted_counts(script, complete, number) -> None:
+    """It had written everything: no second start without graphs, and no round lost."""
+    script.status = {"amp_bf16": "kept", "cuda_graphs": "kept", "fused_layer_norm": "reverted"}
+    script.anew, script.profiled = [[candidate("fused_layer_norm", 0.4)]], [profile(250.0)] * number
+    script.profile_ends = Exit(code=134, signal=int(signal.SIGABRT), stopped_by_advisor=True)
+    inner = script.__call__
+
+    def launch(command, session, **more):
+        if session.mode == "profile":
+            storage.save(Path(session.run_dir) / STEPS_FILE, StepsRecord(kind="optimizer", complete=complete))
+        return inner(command, session, **more)
+
+    log, _, _ = searches.searched(
+        COMMAND, [candidate("amp_bf16"), candidate("cuda_graphs")], profile(), run_dir=script.run_dir,
+        say=script.said.append, launch=launch, recommend=script.recommend,
+    )  # fmt: skip
+    assert script.modes().count("profile") == number
+    assert any("could not be profiled" in note for note in log.notes) is not complete
+    assert [r.step_us for r in log.rounds[1:]] == ([250.0] if complete else [])
 
 
 def test_a_profile_that_cannot_be_read_is_a_note(script, monkeypatch) -> None:
