@@ -131,7 +131,7 @@ class _Applying:
             rules_dirs=self.options.rules_dirs,
             say=self.say,
             searched=True,
-            on_machine=compile_ahead,
+            ahead=compile_ahead,
             handover=self.handover,
             launch=functools.partial(self.relay, environment=bytecode.variables()),
         )

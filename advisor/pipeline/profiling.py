@@ -94,7 +94,7 @@ def profile_script(
     rules_dirs: Sequence[Path],
     say: Say,
     searched: bool = False,
-    on_machine: Callable[[Environment], object] = lambda machine: None,
+    ahead: Callable[[], object] = lambda: None,
     handover: Handover | None = None,
     launch: Launch | None = None,
 ) -> ProfileResult:
@@ -102,7 +102,7 @@ def profile_script(
 
     Args:
         orders: the run folder and what is to be measured; what depends on the machine is filled in here.
-        on_machine: called as soon as it is known what machine this is, before the script starts.
+        ahead: called before anything else: what it begins may go on beside all that follows.
         handover: the process goes on as a search, where there is something to try; its end is told there, and ours is the profile.
         launch: as `launcher.launch`, which is what starts the script by default.
 
@@ -113,9 +113,9 @@ def profile_script(
     from advisor.profiling.machine import environment
     from advisor.userfiles import restore
 
+    ahead()
     say("measuring this machine (once)")
     machine = environment.probe()
-    on_machine(machine)
     orders, refused = _on_machine(orders, machine, handover)
     run_dir = orders.folder
     say(f"running {command.name}; results go to {shown_path(run_dir)}")

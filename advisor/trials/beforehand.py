@@ -1,5 +1,5 @@
-"""What a search will need and can be made while the script is profiled: the C++ that launches the bundled kernels, half a minute's work once
-a machine. Else the first trial waits for it."""
+"""What a search will need and can be made while the machine is measured and the script profiled: the C++ that launches the bundled kernels,
+half a minute's work once a machine, and a minute beside a script that uses its cores. Else the first trial waits for it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import os
 import signal
 import subprocess
 import sys
-
-from advisor.core.environment import Environment
+from pathlib import Path
 
 # Fewer cores than this are the script's: a compiler beside it would be in the profile.
 LEAST_CORES = 4
 MODULE = "advisor.ops.sites.native"
+# Where NVIDIA's driver is, on Linux and in WSL: asking torch takes seconds, in which the compiler is at work.
+DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
-def compile_ahead(machine: Environment) -> subprocess.Popen[bytes] | None:
+def compile_ahead() -> subprocess.Popen[bytes] | None:
     """Another process compiles what is not in the cache yet, until this one ends; None where there is no use or no room for it."""
-    if machine.device != "cuda" or (os.cpu_count() or 1) < LEAST_CORES:
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
+    if hidden or not any(map(Path.exists, DRIVERS)) or (os.cpu_count() or 1) < LEAST_CORES:
         return None
     try:
         process = subprocess.Popen(

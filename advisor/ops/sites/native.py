@@ -92,4 +92,7 @@ def _loaded_from(path: Path) -> Any:
 
 
 if __name__ == "__main__":  # beside something else that takes a while: trials/beforehand.py
-    module()
+    import torch
+
+    if torch.version.cuda:
+        module()
