@@ -1,7 +1,8 @@
 """One declaration of a family's operation; it makes the autograd function, the torch.library operation with its fake kernel, the eager entry.
 
 All functions of a declaration take the operation's arguments in one order, that of `forward`, from whose annotations the schema is read;
-`backward` takes them as one tuple.
+`backward` takes them as one tuple. One argument may be a record, a NamedTuple with tensors: callers, autograd and torch.library pass its
+fields one by one, and the declaration's functions are given the record.
 """
 
 from __future__ import annotations
@@ -92,13 +93,36 @@ class Operation:
 
     def __post_init__(self) -> None:
         self._engaged, self._fell_back = dispatch.counters(self.family or self.name)
-        told = inspect.signature(self.forward).parameters
+        told = _spread(self.forward).parameters
         self._asks = "kept" in told
         given = [one for one in told.values() if one.kind is not one.KEYWORD_ONLY]
         self._count, self._defaults = len(given), tuple(one.default for one in given)
         self._at = tuple(i for i, one in enumerate(given) if "Tensor" in str(one.annotation))
+        if self.compiles:
+            self._schema = torch.library.infer_schema(_by_place(self.pure or self.forward), mutates_args=())
+        if (record := _record(self.forward)) is not None:
+            self._take(*record)
         self.function = self._made_function()
         self.compiled = self._made_operation() if self.compiles else None
+
+    def _take(self, at: int, record: type[Any]) -> None:
+        """Have the declaration's functions take a record, the argument `at`, in the place of its fields."""
+        end = at + len(record._fields)
+
+        def packed(args: Sequence[Any]) -> Arguments:
+            return (*args[:at], record._make(args[at:end]), *args[end:])
+
+        def whole(function: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *args, **named: function(*packed(args), **named)
+
+        for name in ("forward", "pure", "reads", "flows", "pytorch", "refusal", "label", "fake", "layout"):
+            if (function := getattr(self, name)) is not None:
+                setattr(self, name, whole(function))
+        for name in ("backward", "twice"):
+            if (function := getattr(self, name)) is not None:
+                setattr(self, name, lambda dy, args, saved, function=function: function(dy, packed(args), saved))
+        read = whole(self.readable)
+        self.readable = lambda *args: (*(found := read(*args))[:at], *found[at], *found[at + 1 :])
 
     def __call__(self, *args: Any) -> torch.Tensor:
         """The eager entry; where the arguments ask for several results, it gives a tuple of them."""
@@ -223,7 +247,7 @@ class Operation:
 
     def _made_operation(self) -> Any:
         pure = self.pure or self.forward
-        schema = torch.library.infer_schema(_by_place(pure), mutates_args=())
+        schema = self._schema
         parsed = torch._C.parse_schema(f"advisor::{self.name}{schema}")
         count, extras = len(parsed.arguments), len(parsed.returns) - 1
 
@@ -319,7 +343,7 @@ def _like(tensor: torch.Tensor | Unread, near: torch.Tensor, layout: torch.memor
 
 def _by_place(forward: Callable[..., Any]) -> Callable[..., Any]:
     """What stands for `forward` where its schema is read: what it is told by name alone is no argument of the operation."""
-    told = inspect.signature(forward)
+    told = _spread(forward)
 
     @wraps(forward)
     def shown(*args: Any) -> Any:
@@ -328,3 +352,28 @@ def _by_place(forward: Callable[..., Any]) -> Callable[..., Any]:
     given = [one for one in told.parameters.values() if one.kind is not one.KEYWORD_ONLY]
     shown.__signature__ = told.replace(parameters=given)  # type: ignore[attr-defined]  # inspect reads it
     return shown
+
+
+def _record(forward: Callable[..., Any]) -> tuple[int, type[Any]] | None:
+    """Which of the arguments is a record with tensors, and its class; None where none is. One of numbers alone is an argument like others."""
+    known = getattr(forward, "__globals__", {})
+    for at, one in enumerate(inspect.signature(forward).parameters.values()):
+        found = known.get(one.annotation) if isinstance(one.annotation, str) else one.annotation
+        if isinstance(found, type) and hasattr(found, "_fields") and "Tensor" in str(found.__annotations__):
+            return at, found
+    return None
+
+
+def _spread(forward: Callable[..., Any]) -> inspect.Signature:
+    """Its signature with the fields of a record in the record's place."""
+    told, record = inspect.signature(forward), _record(forward)
+    if record is None:
+        return told
+    at, of = record
+    parameters = list(told.parameters.values())
+    by_place, types = inspect.Parameter.POSITIONAL_OR_KEYWORD, of.__annotations__
+    fields = [
+        inspect.Parameter(name, by_place, annotation=getattr(types[name], "__forward_arg__", types[name]))
+        for name in of._fields
+    ]
+    return told.replace(parameters=[*parameters[:at], *fields, *parameters[at + 1 :]])

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, dynamo, match, nvrtc, storage, verify
 from advisor.ops.batchnorm_act import api, cases, cuda, reference, spec
+from advisor.ops.batchnorm_act.norm import Norm
 
 FAMILY = catalog.get("batchnorm_act")
 
@@ -193,8 +194,9 @@ def test_launches_of_all_sizes_keep_their_sums_apart(one_row) -> None:
         x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(memory_format=torch.channels_last)
         c = shape[1]
         running, weight, bias = [torch.zeros(c), torch.ones(c)], torch.ones(c), torch.zeros(c)
-        y, saved, mask = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "relu", 0.0, way=spec.GRID)
-        gradients = cuda.backward(x, None, x, saved, mask, weight, bias, "relu", 0.0, False, way=spec.GRID)
+        norm = Norm(*running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+        y, saved, mask = cuda.forward(x, None, norm, way=spec.GRID)
+        gradients = cuda.backward(x, None, x, saved, mask, norm, False, way=spec.GRID)
         found.append([y, *running, *(g for g in gradients if g is not None)])
     assert one_row.launches["batchnorm_act_grid_forward"] == one_row.launches["batchnorm_act_grid_backward"] == 5
     for later in found[3:]:
@@ -323,7 +325,7 @@ def test_mean_far_from_zero_does_not_cancel(emulated) -> None:
     generator = torch.Generator().manual_seed(5)
     x = (torch.randn(4, 28, 28, 64, generator=generator) + 3000.0).permute(0, 3, 1, 2)
     weight, bias, running = torch.ones(64), torch.zeros(64), [torch.zeros(64), torch.ones(64)]
-    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "none", 0.0)
+    y, _, _ = cuda.forward(x, None, Norm(*running, weight, bias, 0.1, 1e-5))
     wide = [torch.zeros(64).double(), torch.ones(64).double()]
     want = reference.batchnorm_act(x.double(), None, *wide, weight.double(), bias.double(), 0.1, 1e-5)
     assert (y - want).norm() / want.norm() < 1e-3

@@ -7,6 +7,7 @@ import torch
 
 from advisor.ops import catalog, dispatch
 from advisor.ops.batchnorm_act import api, cuda, reference, spec
+from advisor.ops.batchnorm_act.norm import Norm
 
 FAMILY = catalog.get("batchnorm_act")
 pytestmark = [
@@ -109,9 +110,15 @@ def test_two_runs_are_bit_equal(dtype):
     for _ in range(2):
         x, r, running, weight, bias, dy = case((8, 128, 28, 28), dtype, True, seed=3)
         poison()
-        y, saved, mask = cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+        y, saved, mask = cuda.forward(x, r, Norm(*running, weight, bias, 0.1, 1e-5, "relu"))
         outputs.append(
-            [y, saved, mask, *running, *cuda.backward(dy, None, x, saved, mask, weight, bias, "relu", 0.0, True)]
+            [
+                y,
+                saved,
+                mask,
+                *running,
+                *cuda.backward(dy, None, x, saved, mask, Norm(*running, weight, bias, 0.1, 1e-5, "relu"), True),
+            ]
         )
     assert all(torch.equal(a, b) for a, b in zip(*outputs, strict=True))
 
@@ -119,7 +126,7 @@ def test_two_runs_are_bit_equal(dtype):
 def test_mean_far_from_zero_does_not_cancel():
     x, _, running, weight, bias, dy = case((16, 64, 28, 28), torch.float32, False, seed=5, offset=3000.0)
     want_y, want_running, _ = expected(x, None, running, weight, bias, dy, "none")
-    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "none", 0.0)
+    y, _, _ = cuda.forward(x, None, Norm(*running, weight, bias, 0.1, 1e-5))
     assert relative(y, want_y) < 1e-3
     assert relative(running[1], want_running[1]) < 1e-4
 
@@ -128,7 +135,7 @@ def test_mean_far_from_zero_does_not_cancel():
 def test_nan_and_inf_reach_the_output(poisoned):
     x, _, running, weight, bias, _ = case((2, 64, 8, 8), torch.bfloat16, False, seed=6)
     x[0, 3, 2, 2] = poisoned
-    y, _, _ = cuda.forward(x, None, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    y, _, _ = cuda.forward(x, None, Norm(*running, weight, bias, 0.1, 1e-5, "relu"))
     assert torch.isnan(y[:, 3]).any()
     assert torch.isfinite(y[:, :3]).all()
 
@@ -171,11 +178,11 @@ def test_unsupported_calls_run_torch_and_say_so():
 
 def test_captured_in_a_graph_and_replayed():
     x, r, running, weight, bias, _ = case((4, 64, 14, 14), torch.bfloat16, True, seed=9)
-    cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    cuda.forward(x, r, Norm(*running, weight, bias, 0.1, 1e-5, "relu"))
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        y, _, _ = cuda.forward(x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+        y, _, _ = cuda.forward(x, r, Norm(*running, weight, bias, 0.1, 1e-5, "relu"))
     x.copy_(torch.randn_like(x))
     for _ in range(3):
         graph.replay()
@@ -215,8 +222,9 @@ def test_one_launch_gives_what_two_give(shape, activation, residual, dtype, way)
     for one in (spec.TWO, way, way):
         buffers = [b.clone() for b in running]
         poison()
-        y, saved, mask = cuda.forward(x, r, *buffers, weight, bias, 0.1, 1e-5, activation, 0.01, way=one)
-        gradients = cuda.backward(dy, None, x, saved, mask, weight, bias, activation, 0.01, residual, way=one)
+        norm = Norm(*buffers, weight, bias, 0.1, 1e-5, activation, 0.01)
+        y, saved, mask = cuda.forward(x, r, norm, way=one)
+        gradients = cuda.backward(dy, None, x, saved, mask, norm, residual, way=one)
         found.append([y, *buffers, *(g for g in gradients if g is not None)])
     two, first, second = found
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
@@ -230,7 +238,7 @@ def test_one_launch_is_captured_in_a_graph_and_replayed(way):
     if torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs thread-block clusters")
     x, r, running, weight, bias, _ = case((32, 512, 4, 4), torch.bfloat16, True, seed=9)
-    arguments = (x, r, *running, weight, bias, 0.1, 1e-5, "relu", 0.0)
+    arguments = (x, r, Norm(*running, weight, bias, 0.1, 1e-5, "relu"))
     cuda.forward(*arguments, way=way)
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -253,9 +261,9 @@ def test_launches_on_two_streams_at_once_and_of_all_sizes_keep_their_sums_apart(
     def run(number: int) -> list[torch.Tensor]:
         x, r, running, weight, bias, dy = made[number]
         buffers = [b.clone() for b in running]
-        forward = (x, r, *buffers, weight, bias, 0.1, 1e-5, "relu", 0.0)
-        y, saved, mask = cuda.forward(*forward, way=spec.GRID)
-        gradients = cuda.backward(dy, None, x, saved, mask, weight, bias, "relu", 0.0, True, way=spec.GRID)
+        norm = Norm(*buffers, weight, bias, 0.1, 1e-5, "relu")
+        y, saved, mask = cuda.forward(x, r, norm, way=spec.GRID)
+        gradients = cuda.backward(dy, None, x, saved, mask, norm, True, way=spec.GRID)
         return [y, *buffers, *gradients]
 
     want = [run(number) for number in range(len(shapes))]

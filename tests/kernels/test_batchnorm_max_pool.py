@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from advisor.ops import catalog, dispatch, dynamo, match, nvrtc, verify
 from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_max_pool import api, cases, cuda, reference, spec
 from advisor.ops.pooling import spec as pooling
 from advisor.ops.pooling.spec import K2S2, K3S1, K3S2, PoolWindow
@@ -126,7 +127,7 @@ def test_the_output_is_bit_for_bit_that_of_pooling_the_written_activation(emulat
     x = nhwc(3, 24, 13, 11, dtype=torch.bfloat16)
     weight = torch.linspace(-1.5, 1.5, 24)
     mean, var, weight, bias = _channels(weight)
-    y, saved, _, chosen = cuda.forward(x, mean, var, weight, bias, 0.1, 1e-5, "relu", 0.0, K3S2)
+    y, saved, _, chosen = cuda.forward(x, Norm(mean, var, weight, bias, 0.1, 1e-5, "relu"), K3S2)
     per = [t.view(1, -1, 1, 1) for t in (saved[0], saved[1] * weight, bias)]
     written = ((x.float() - per[0]) * per[1] + per[2]).relu().to(x.dtype)
     assert torch.equal(y, F.max_pool2d(written, *K3S2.arguments))
@@ -139,7 +140,7 @@ def test_with_a_weight_of_zero_the_first_element_of_a_window_counts(emulated) ->
     weight = torch.ones(24)
     weight[::5] = 0.0
     mean, var, weight, bias = _channels(weight)
-    y, _, index, chosen = cuda.forward(x, mean, var, weight, bias, 0.1, 1e-5, "relu", 0.0, K3S2)
+    y, _, index, chosen = cuda.forward(x, Norm(mean, var, weight, bias, 0.1, 1e-5, "relu"), K3S2)
     first = F.max_pool2d(torch.zeros(x.shape), *K3S2.arguments, return_indices=True)[1]
     assert torch.equal(api.flat_indices(index, tuple(x.shape), K3S2)[:, ::5], first[:, ::5])
     assert torch.equal(chosen[:, ::5], x.flatten(2).gather(2, first.flatten(2)).view(y.shape)[:, ::5])

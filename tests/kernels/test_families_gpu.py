@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -17,7 +19,9 @@ CASES = [(family, case) for family in catalog.FAMILIES for case in family.verifi
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled(request: pytest.FixtureRequest) -> None:
-    """The kernels of the families that are asked for, all at once."""
+    """The kernels of the families that are asked for, all at once; where tests share the cores each compiles what it launches."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return
     asked = {id(item.callspec.params["family"]) for item in request.session.items if item.path == request.path}
     nvrtc.warm(v for family in catalog.FAMILIES if id(family) in asked for v in family.variants(nvrtc.arch(0)))
 

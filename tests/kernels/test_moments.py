@@ -18,6 +18,7 @@ from advisor.ops import catalog, dispatch, dynamo, match, moments
 from advisor.ops.batchnorm_act import api as norm
 from advisor.ops.batchnorm_act import cuda, spec
 from advisor.ops.batchnorm_act.forward import layer
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_max_pool import api as max_pool
 from advisor.ops.depthwise import spec as depthwise_spec
 from advisor.ops.first_conv import api as first_conv
@@ -47,7 +48,7 @@ def merged(parts: torch.Tensor, momentum: float = 0.1) -> tuple[torch.Tensor, ..
     channels = parts.shape[2]
     saved, mean, var = torch.empty(2, channels), torch.zeros(channels), torch.ones(channels)
     running = mean.data_ptr(), var.data_ptr()
-    cuda.merge_moments(parts, saved, running, running, momentum, 1e-5)
+    cuda.merge_moments(parts, saved, running, running, Norm(mean, var, None, None, momentum, 1e-5))
     return saved, mean, var
 
 

@@ -18,6 +18,7 @@ from advisor.ops import dispatch, dynamo, match, shared_memory
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
 from advisor.ops.batchnorm_act import reference as batchnorm_reference
 from advisor.ops.batchnorm_act import spec as batchnorm_spec
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.pointwise import api, cuda, spec
 
 STATISTICS = (0.1, 1e-5)
@@ -248,8 +249,8 @@ def both_ways(shape: tuple[int, ...], out: int, activation: str, *, residual: bo
     x, second, weight, bias, conv = (
         None if t is None else t.detach() for t in tensors(shape, out, torch.bfloat16, residual=residual)
     )
-    given = (x, second, torch.zeros(shape[1]), torch.ones(shape[1]), weight, bias, *STATISTICS)
-    y, saved, mask = batchnorm_cuda.forward(*given, activation, 0.01, way=batchnorm_spec.TWO)
+    norm = Norm(torch.zeros(shape[1]), torch.ones(shape[1]), weight, bias, *STATISTICS, activation)
+    y, saved, mask = batchnorm_cuda.forward(x, second, norm, way=batchnorm_spec.TWO)
     z = F.conv2d(y.double(), conv.double())
     mine = cuda.norm_forward(x, second, (saved[:2].contiguous(), weight, bias), conv, activation, 0.01, moments=True)
     return mine, (y, mask, z)

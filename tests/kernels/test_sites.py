@@ -283,12 +283,17 @@ def site_and_leaves() -> tuple[Any, list[Any], list[torch.Tensor]]:
     return site, arguments, [x, weight, bias]
 
 
+def as_python(*arguments: Any) -> Any:
+    """What the site below stands for."""
+    return pointwise.batchnorm_act_pointwise(*arguments[:-1], conv_weight=arguments[-1])
+
+
 def releasing_site_and_leaves(*, both: bool = True) -> tuple[Any, list[Any], list[torch.Tensor]]:
     """Likewise of a batch norm with a 1x1 convolution, whose backward lets go of the norm's result midway.
 
     The backward is recorded with gradients of `both` results, or of the convolution's alone.
     """
-    site = install.site(pointwise.batchnorm_act_pointwise)
+    site = install.site(pointwise.batchnorm_act_pointwise, ("conv_weight",))
     x, weight, bias = image(2, 64, 16, 16).detach().bfloat16().requires_grad_(), vector(64), vector(64)
     conv = (torch.randn(64, 64, 1, 1) / 8).requires_grad_()
     arguments = [x, None, vector(64, grad=False), vector(64, grad=False), weight, bias, 0.1, 1e-5, "relu", 0.0, conv]
@@ -600,7 +605,7 @@ def test_what_is_kept_beside_autograd_s_own_is_kept_freed_and_guarded_alike(emul
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         gradients(outputs)
     seconds = []
-    for function in (site, pointwise.batchnorm_act_pointwise):
+    for function in (site, as_python):
         y, z, _ = function(*arguments)
         found = torch.autograd.grad(
             (y.square(), z.square()), leaves, (torch.ones_like(y), torch.ones_like(z)), create_graph=True
@@ -615,7 +620,7 @@ def test_hooks_are_asked_about_a_result_that_its_node_keeps_as_in_python(emulate
     """So save_on_cpu takes it off the device."""
     site, arguments, leaves = releasing_site_and_leaves()
     found = []
-    for function in (site, pointwise.batchnorm_act_pointwise):
+    for function in (site, as_python):
         asked: list[Any] = []
 
         def pack(tensor: torch.Tensor, asked: list[Any] = asked) -> torch.Tensor:
@@ -648,7 +653,7 @@ def test_a_checkpoint_that_runs_once_in_python_saves_alike(emulated, inside: str
 def test_no_node_keeps_a_result_where_there_will_be_no_backward(emulated) -> None:
     """A tensor of inference mode has no version to note beside it."""
     site, arguments, _ = releasing_site_and_leaves()
-    expected = pointwise.batchnorm_act_pointwise(*arguments)
+    expected = as_python(*arguments)
     for without in (torch.inference_mode, torch.no_grad):
         for _ in range(3):
             with without():

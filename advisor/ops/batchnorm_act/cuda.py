@@ -12,6 +12,7 @@ import torch
 from advisor.ops import nvrtc, storage
 from advisor.ops.alignment import aligned
 from advisor.ops.batchnorm_act import spec
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.launches import Launch, launch
 
 # The two launches of a pass.
@@ -171,21 +172,15 @@ def gradient_memory(
     return torch.empty_like(x), torch.empty_like(x) if written else dy if residual else None
 
 
-def _statistics_memory(
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    *,
-    in_place: bool,
-) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int]]:
+def _statistics_memory(norm: Norm, *, in_place: bool) -> tuple[torch.Tensor, tuple[int, int], tuple[int, int]]:
     """What a forward saves of its statistics, fp32 (see `forward`), and the addresses of old and of new running values."""
-    if running_mean is None or running_var is None:
-        # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
-        running_mean, running_var, in_place = bias, weight, False
+    weight, bias = norm.affine
+    # The kernels read old running values and write new ones, whoever wants them: they read what there is to read.
+    mean, var = norm.running or (bias, weight)
+    in_place = in_place and norm.running is not None
     channels = weight.shape[0]
     saved = weight.new_empty(2 if in_place else 4, channels)
-    running = (running_mean.data_ptr(), running_var.data_ptr())
+    running = (mean.data_ptr(), var.data_ptr())
     updated = running if in_place else (saved.data_ptr() + 8 * channels, saved.data_ptr() + 12 * channels)
     return saved, running, updated
 
@@ -193,14 +188,7 @@ def _statistics_memory(
 def forward_at_once(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
     *,
     in_place: bool = True,
     way: str | None = None,
@@ -208,30 +196,24 @@ def forward_at_once(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] | None:
     """As `forward`, where that is one launch; else None. `joined` rows are taken for one."""
     n, c, h, w = x.shape
-    shape = n * h * w // joined, c * joined, x.dtype, activation, residual is not None
+    shape = n * h * w // joined, c * joined, x.dtype, norm.activation, residual is not None
     found = _one(x.device, *shape, False, False, way, nvrtc.alone(), joined)
     if found is None:
         return None
     one, exchange = found
-    weight, bias = aligned(weight), aligned(bias)
+    norm = norm.aligned()
     y = torch.empty_like(x)
-    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
-    mask = mask_memory(x, activation, residual=residual is not None)
-    one.run(*(x, residual, *exchange, *running, weight, bias, saved, *updated, y, mask), behind=(momentum, eps, slope))
+    saved, running, updated = _statistics_memory(norm, in_place=in_place)
+    mask = mask_memory(x, norm.activation, residual=residual is not None)
+    tensors = x, residual, *exchange, *running, *norm.affine, saved, *updated, y, mask
+    one.run(*tensors, behind=(norm.momentum, norm.eps, norm.slope))
     return y, saved, mask
 
 
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
     *,
     in_place: bool = True,
     way: str | None = None,
@@ -241,25 +223,24 @@ def forward(
     """Returns y (like x), saved fp32, and mask (bytes; None without a residual or an activation).
 
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
-    variance after them; `in_place` updates `running_mean` and `running_var` instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
+    variance after them; `in_place` updates the norm's running statistics instead. x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32.
 
     Without running statistics saved is [4, C] too, and its last two rows mean nothing. `way` is one of spec.WAYS, and TWO is taken
     where what it names cannot hold the rows; None takes what spec says is fastest. `moments` of x (ops/moments.py) spare two launches the
     first's pass over x: they are taken whatever the way. `between` the two launches saved may become another: one launch has no such place.
     """
-    arguments = x, residual, running_mean, running_var, weight, bias, momentum, eps, activation, slope
     in_two = moments is not None or between is not None
-    found = None if in_two else forward_at_once(*arguments, in_place=in_place, way=way)
+    found = None if in_two else forward_at_once(x, residual, norm, in_place=in_place, way=way)
     if found is not None:
         return found
-    weight, bias = aligned(weight), aligned(bias)
+    norm = norm.aligned()
     y = torch.empty_like(x)
-    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=in_place)
-    mask = mask_memory(x, activation, residual=residual is not None)
-    stats, apply = _launches(FORWARD, x, activation, residual is not None)
-    _statistics(stats, x, saved, running, updated, momentum, eps, moments)
-    saved = between(saved) if between is not None else saved
-    apply.run(x, residual, saved, weight, bias, y, mask, behind=(slope,))
+    memory = _statistics_memory(norm, in_place=in_place)
+    mask = mask_memory(x, norm.activation, residual=residual is not None)
+    stats, apply = _launches(FORWARD, x, norm.activation, residual is not None)
+    _statistics(stats, x, *memory, norm, moments)
+    saved = memory[0] if between is None else between(memory[0])
+    apply.run(x, residual, saved, *norm.affine, y, mask, behind=(norm.slope,))
     return y, saved, mask
 
 
@@ -269,38 +250,26 @@ def _statistics(
     saved: torch.Tensor,
     running: tuple[int, int],
     updated: tuple[int, int],
-    momentum: float,
-    eps: float,
+    norm: Norm,
     moments: torch.Tensor | None,
 ) -> None:
     """The forward's first launch, or what `moments` need in its place. `running`, `updated`: addresses, as of `merge_moments`."""
     if moments is not None:
-        merge_moments(moments, saved, running, updated, momentum, eps)
+        merge_moments(moments, saved, running, updated, norm)
         return
     partial = saved.new_empty(stats.partials)
-    stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(momentum, eps))
+    stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(norm.momentum, norm.eps))
 
 
-def statistics(
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    residual: bool,
-    moments: torch.Tensor | None,
-) -> torch.Tensor:
+def statistics(x: torch.Tensor, norm: Norm, residual: bool, moments: torch.Tensor | None) -> torch.Tensor:
     """The first of the forward's two launches: mean and inverse standard deviation, the first two rows of what it returns, fp32.
 
-    Running statistics are updated in place. weight and bias are aligned. Args: as of `forward`.
+    Running statistics are updated in place. The norm's weight and bias are aligned. Args: as of `forward`.
     """
-    saved, running, updated = _statistics_memory(running_mean, running_var, weight, bias, in_place=True)
-    stats, _ = _launches(FORWARD, x, activation, residual)
-    _statistics(stats, x, saved, running, updated, momentum, eps, moments)
-    return saved
+    memory = _statistics_memory(norm, in_place=True)
+    stats, _ = _launches(FORWARD, x, norm.activation, residual)
+    _statistics(stats, x, *memory, norm, moments)
+    return memory[0]
 
 
 @lru_cache(maxsize=4096)
@@ -315,8 +284,7 @@ def merge_moments(
     saved: torch.Tensor,
     running: tuple[int, int],
     updated: tuple[int, int],
-    momentum: float,
-    eps: float,
+    norm: Norm,
 ) -> None:
     """A norm's statistics from the moments [parts, 3, C] that the kernel before it left (ops/moments.py).
 
@@ -324,7 +292,7 @@ def merge_moments(
     those of the old ones.
     """
     plan = _merge(spec.MOMENTS, moments.shape[0], moments.shape[2], (), moments.device.index or 0)
-    plan.run(moments, saved, *running, *updated, behind=(momentum, eps))
+    plan.run(moments, saved, *running, *updated, behind=(norm.momentum, norm.eps))
 
 
 def backward_at_once(
@@ -333,10 +301,7 @@ def backward_at_once(
     x: torch.Tensor,
     saved: torch.Tensor,
     mask: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
+    norm: Norm,
     residual: bool,
     *,
     way: str | None = None,
@@ -345,15 +310,16 @@ def backward_at_once(
     """As `backward`, where that is one launch; else None. `joined` rows are taken for one."""
     n, c, h, w = x.shape
     forked = dy2 is not None
-    shape = n * h * w // joined, c * joined, x.dtype, activation, residual
+    shape = n * h * w // joined, c * joined, x.dtype, norm.activation, residual
     found = _one(x.device, *shape, forked, True, way, nvrtc.alone(), joined)
     if found is None:
         return None
     one, exchange = found
-    weight, bias = aligned(weight), aligned(bias)
-    dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
+    weight, bias = norm.aligned().affine
+    dx, dresidual = gradient_memory(dy, x, norm.activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
-    one.run(*(dy, dy2, x, mask, *exchange, saved, weight, bias, dx, dresidual, dweight, dbias), behind=(slope,))
+    results = dx, dresidual, dweight, dbias
+    one.run(*(dy, dy2, x, mask, *exchange, saved, weight, bias, *results), behind=(norm.slope,))
     return dx, dresidual, dweight, dbias
 
 
@@ -363,10 +329,7 @@ def backward(
     x: torch.Tensor,
     saved: torch.Tensor,
     mask: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
+    norm: Norm,
     residual: bool,
     *,
     way: str | None = None,
@@ -378,23 +341,21 @@ def backward(
     itself then where there is no activation. `way` as in `forward`; the two need not agree. `between` the two launches the means of the
     gradient and of its product with x [2, C] may be changed.
     """
-    found = None
-    if between is None:
-        found = backward_at_once(dy, dy2, x, saved, mask, weight, bias, activation, slope, residual, way=way)
+    found = None if between is not None else backward_at_once(dy, dy2, x, saved, mask, norm, residual, way=way)
     if found is not None:
         return found
-    weight, bias = aligned(weight), aligned(bias)
+    weight, bias = norm.aligned().affine
     forked = dy2 is not None
-    reduce, apply = _launches(BACKWARD, x, activation, residual, forked=forked)
-    dx, dresidual = gradient_memory(dy, x, activation, residual=residual, forked=forked)
+    reduce, apply = _launches(BACKWARD, x, norm.activation, residual, forked=forked)
+    dx, dresidual = gradient_memory(dy, x, norm.activation, residual=residual, forked=forked)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     partial, coefficients = weight.new_empty(reduce.partials), weight.new_empty(2, x.shape[1])
     sums = dresidual, partial, nvrtc.tickets(x.device), coefficients, dweight, dbias
-    reduce.run(dy, dy2, x, mask, saved, weight, bias, *sums, behind=(slope,))
+    reduce.run(dy, dy2, x, mask, saved, weight, bias, *sums, behind=(norm.slope,))
     if between is not None:
         between(coefficients)
     above = (dresidual, None) if residual else (dy, dy2)
-    apply.run(*above, x, saved, weight, bias, coefficients, dx, behind=(slope,))
+    apply.run(*above, x, saved, weight, bias, coefficients, dx, behind=(norm.slope,))
     return dx, dresidual, dweight, dbias
 
 
@@ -420,13 +381,7 @@ def backward_of_sums(
 def frozen_forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
     affine_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns y (like x) and mask (bytes; empty where `spec.frozen_masked` says that the backward needs none).
@@ -435,14 +390,13 @@ def frozen_forward(
     """
     n, c, h, w = x.shape
     device = x.device.index or 0
-    plan = _frozen(
-        spec.FROZEN_FORWARD, n * h * w, c, x.dtype, activation, residual is not None, affine_gradients, device
-    )
+    variant = norm.activation, residual is not None, affine_gradients
+    plan = _frozen(spec.FROZEN_FORWARD, n * h * w, c, x.dtype, *variant, device)
     y = torch.empty_like(x)
-    masked = spec.frozen_masked(activation, residual is not None, affine_gradients)
+    masked = spec.frozen_masked(*variant)
     width = storage.vector_width(storage.name(x.dtype))
     mask = torch.empty(x.numel() // width if masked else 0, dtype=torch.uint8, device=x.device)
-    plan.run(x, residual, running_mean, running_var, weight, bias, y, mask, behind=(eps, slope))
+    plan.run(x, residual, *norm.read, y, mask, behind=(norm.eps, norm.slope))
     return y, mask
 
 
@@ -450,13 +404,7 @@ def frozen_backward(
     dy: torch.Tensor,
     x: torch.Tensor | None,
     mask: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
     residual: bool,
     affine_gradients: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -466,11 +414,11 @@ def frozen_backward(
     """
     n, c, h, w = dy.shape
     device = dy.device.index or 0
-    plan = _frozen(spec.FROZEN_BACKWARD, n * h * w, c, dy.dtype, activation, residual, affine_gradients, device)
+    plan = _frozen(spec.FROZEN_BACKWARD, n * h * w, c, dy.dtype, norm.activation, residual, affine_gradients, device)
     dx = torch.empty_like(dy)
     dresidual = torch.empty_like(dy) if residual else dy.new_empty(0)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
     dweight, dbias = (dy.new_empty(c if affine_gradients else 0, dtype=torch.float32) for _ in range(2))
-    norm, sums = (running_mean, running_var, weight, bias), (partial, nvrtc.tickets(dy.device))
-    plan.run(dy, x, mask, *norm, *sums, dx, dresidual, dweight, dbias, behind=(eps, slope))
+    sums = partial, nvrtc.tickets(dy.device)
+    plan.run(dy, x, mask, *norm.read, *sums, dx, dresidual, dweight, dbias, behind=(norm.eps, norm.slope))
     return dx, dresidual, dweight, dbias

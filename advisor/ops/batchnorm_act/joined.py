@@ -13,6 +13,7 @@ import torch
 
 from advisor.ops import nvrtc, storage
 from advisor.ops.batchnorm_act import cuda, spec
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.launches import Launch, launch
 
 
@@ -34,40 +35,30 @@ def _pass(name: str, x: torch.Tensor, joined: int, activation: str, residual: bo
 def forward(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """As `cuda.forward` in place; of several launches what is saved is [6, joined, C] fp32, as the kernels have it."""
     n, channels, h, w = x.shape
     joined = spec.joined(channels, storage.name(x.dtype))
-    tensors = x, residual, running_mean, running_var, weight, bias
-    found = cuda.forward_at_once(*tensors, momentum, eps, activation, slope, joined=joined)
+    found = cuda.forward_at_once(x, residual, norm, joined=joined)
     if found is not None:
         return found
-    device = x.device.index or 0
-    of = x, joined, activation, residual is not None
+    device, (weight, bias) = x.device.index or 0, norm.affine
+    of = x, joined, norm.activation, residual is not None
     y = torch.empty_like(x)
     saved = weight.new_empty(6, joined, channels)
     stats = _pass("stats", *of)
     partial = weight.new_empty(stats.partials)
-    mask = cuda.mask_memory(x, activation, residual=residual is not None)
+    mask = cuda.mask_memory(x, norm.activation, residual=residual is not None)
     row = 4 * joined * channels
     at = [saved.data_ptr() + i * row for i in range(6)]
     # The first launch reads old running values of each of its columns and writes new ones: here x's bits, to where the next one writes anew.
     stats.run(x, partial, nvrtc.tickets(x.device), at[4], x, x, at[2], at[3], behind=(1.0, 0.0))
-    if running_mean is None or running_var is None:  # as in `cuda`: they are read, and written to where nobody looks
-        running: tuple[Any, ...] = (bias, weight, at[4], at[5])
-    else:
-        running = running_mean, running_var, running_mean, running_var
+    # Without running statistics as in `cuda`: something is read, and written to where nobody looks.
+    running: tuple[Any, ...] = (bias, weight, at[4], at[5]) if norm.running is None else norm.running * 2
     join = _join("batchnorm_join_statistics", (channels, joined, float(n * h * w)), device)
-    join.run(saved, weight, bias, *running, behind=(momentum, eps))
-    _pass("apply", *of).run(x, residual, at[0], at[2], at[3], y, mask, behind=(slope,))
+    join.run(saved, weight, bias, *running, behind=(norm.momentum, norm.eps))
+    _pass("apply", *of).run(x, residual, at[0], at[2], at[3], y, mask, behind=(norm.slope,))
     return y, saved, mask
 
 
@@ -76,31 +67,27 @@ def backward(
     x: torch.Tensor,
     saved: torch.Tensor,
     mask: torch.Tensor | None,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
+    norm: Norm,
     residual: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
     """As `cuda.backward` with one gradient."""
     channels, device = x.shape[1], dy.device.index or 0
     joined = spec.joined(channels, storage.name(x.dtype))
     if saved.dim() == 2:  # of a forward in one launch
-        tensors = (dy, None, x, saved, mask, weight, bias)
-        found = cuda.backward_at_once(*tensors, activation, slope, residual, joined=joined)
+        found = cuda.backward_at_once(dy, None, x, saved, mask, norm, residual, joined=joined)
         if found is not None:
             return found
-        saved = torch.stack((*saved[:2], weight, bias)).unsqueeze(1).repeat(1, joined, 1)
-    of = x, joined, activation, residual
+        saved = torch.stack((*saved[:2], *norm.affine)).unsqueeze(1).repeat(1, joined, 1)
+    of = x, joined, norm.activation, residual
     reduce = _pass("backward_reduce", *of)
-    dx, dresidual = cuda.gradient_memory(dy, x, activation, residual=residual, forked=False)
+    dx, dresidual = cuda.gradient_memory(dy, x, norm.activation, residual=residual, forked=False)
     columns, partial = saved.new_empty(4, joined, channels), saved.new_empty(reduce.partials)
     dweight, dbias = saved.new_empty(channels), saved.new_empty(channels)
     row = 4 * joined * channels
-    at, norm = columns.data_ptr(), (saved, saved.data_ptr() + 2 * row, saved.data_ptr() + 3 * row)
+    at, read = columns.data_ptr(), (saved, saved.data_ptr() + 2 * row, saved.data_ptr() + 3 * row)
     sums = dresidual, partial, nvrtc.tickets(x.device), at, at + 2 * row, at + 3 * row
-    reduce.run(dy, None, x, mask, *norm, *sums, behind=(slope,))
+    reduce.run(dy, None, x, mask, *read, *sums, behind=(norm.slope,))
     _join("batchnorm_join_sums", (channels, joined), device).run(at, dweight, dbias)
     given = dresidual if residual else dy
-    _pass("backward_apply", *of).run(given, None, x, *norm, at, dx, behind=(slope,))
+    _pass("backward_apply", *of).run(given, None, x, *read, at, dx, behind=(norm.slope,))
     return dx, dresidual, dweight, dbias

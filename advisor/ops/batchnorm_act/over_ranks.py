@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import distributed
 
+from advisor.ops.batchnorm_act.norm import Norm
+
 ROWS = 3  # of statistics over all ranks: mean, inverse deviation, and how many values a channel has in all
 
 
@@ -32,14 +34,7 @@ def of_one_rank() -> Iterator[None]:
         Ranks.group = before
 
 
-def gathered(
-    own: torch.Tensor,
-    x: torch.Tensor,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-) -> torch.Tensor:
+def gathered(own: torch.Tensor, x: torch.Tensor, norm: Norm) -> torch.Tensor:
     """Statistics [ROWS, C] fp32 over all ranks' samples of x, from this rank's `own` (its mean and inverse deviation are the first two rows).
 
     Running statistics are updated in place.
@@ -54,17 +49,16 @@ def gathered(
     means, inverses, counts = everybodys.split([channels, channels, 1], dim=1)
     if x.device.type == "cuda":
         mean, inverse = torch.batch_norm_gather_stats_with_counts(
-            x, means, inverses, running_mean, running_var, momentum, eps, counts.flatten()
+            x, means, inverses, norm.running_mean, norm.running_var, norm.momentum, norm.eps, counts.flatten()
         )
         return torch.stack([mean, inverse, counts.sum().expand(channels)])
     total = counts.sum()
     share = counts / total
     mean = (share * means).sum(0)
-    variance = (share * (inverses.square().reciprocal() - eps + (means - mean).square())).sum(0)
-    if running_mean is not None and running_var is not None:
-        running_mean.lerp_(mean, momentum)
-        running_var.lerp_(variance * (total / (total - 1)), momentum)
-    return torch.stack([mean, (variance + eps).rsqrt(), total.expand(channels)])
+    variance = (share * (inverses.square().reciprocal() - norm.eps + (means - mean).square())).sum(0)
+    for running, new in zip(norm.running or (), (mean, variance * (total / (total - 1))), strict=False):
+        running.lerp_(new, norm.momentum)
+    return torch.stack([mean, (variance + norm.eps).rsqrt(), total.expand(channels)])
 
 
 def over_all(statistics: torch.Tensor) -> bool:

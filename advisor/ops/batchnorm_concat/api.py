@@ -24,6 +24,7 @@ import torch
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import nhwc, realigned
 from advisor.ops.batchnorm_act import reference
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_concat import cuda, spec
 from advisor.ops.function import Function
 
@@ -106,57 +107,41 @@ class _BatchNormAct(Function):
         ctx: Any,
         x: torch.Tensor,
         moments: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        running_mean: torch.Tensor,
-        running_var: torch.Tensor,
-        momentum: float,
-        eps: float,
-        activation: str,
-        slope: float,
+        *norm_fields: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        y = cuda.forward(x, moments, running_mean, running_var, weight, bias, momentum, eps, activation, slope)
-        Function.keep(ctx, x, moments, weight, bias)
-        ctx.variant = eps, activation, slope
+        norm = Norm(*norm_fields)
+        y = cuda.forward(x, moments, norm)
+        Function.keep(ctx, x, moments, norm.weight, norm.bias)
+        ctx.rest = norm[4:]
         ctx.set_materialize_grads(False)
         return y, x.detach(), moments.detach()
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
         dy, later, corrections = given
-        nothing = [None] * 6
         if dy is None:
-            return later, corrections, None, None, *nothing
+            return later, corrections, *[None] * len(Norm._fields)
         x, moments, weight, bias = Function.kept(ctx)
+        norm = Norm(None, None, weight, bias, *ctx.rest)
         if differentiable.wanted(dy):
-            dx, dweight, dbias = _differentiable_backward(dy, x, weight, bias, *ctx.variant)
-            return dx if later is None else later + dx, corrections, dweight, dbias, *nothing
+            dx, dweight, dbias = _differentiable_backward(dy, x, norm)
+            return dx if later is None else later + dx, corrections, None, None, dweight, dbias, *[None] * 4
         behind = None
         if later is not None:
             if corrections is None:
                 corrections = torch.zeros_like(moments)
             behind = cuda.rows(later), corrections
-        gradient, corrections, dweight, dbias = cuda.backward(
-            nhwc(dy), cuda.rows(x), behind, moments, weight, bias, *ctx.variant
-        )
-        return gradient, corrections, dweight, dbias, *nothing
+        gradient, corrections, *own = cuda.backward(nhwc(dy), cuda.rows(x), behind, moments, norm)
+        return gradient, corrections, None, None, *own, *[None] * 4
 
 
-def _differentiable_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    activation: str,
-    slope: float,
-) -> Any:
+def _differentiable_backward(dy: torch.Tensor, x: torch.Tensor, norm: Norm) -> Any:
     """The backward in PyTorch's own operations, so that it can be differentiated again. It puts nothing off."""
 
     def function(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return reference.batchnorm_act(x, None, None, None, weight, bias, 0.0, eps, activation, slope)
+        return reference.batchnorm_act(x, None, None, None, weight, bias, *norm[4:])
 
-    return differentiable.gradients(function, dy, (x, weight, bias))
+    return differentiable.gradients(function, dy, (x, *norm.affine))
 
 
 def unsupported(feature: torch.Tensor, channels: int) -> str:
@@ -210,35 +195,20 @@ def _fits(tensor: torch.Tensor, feature: torch.Tensor) -> bool:
 
 
 def batchnorm_act(
-    tensor: torch.Tensor,
-    moments: torch.Tensor | None,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str = "none",
-    slope: float = 0.01,
+    tensor: torch.Tensor, moments: torch.Tensor | None, *norm: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """act(batch_norm(all features so far)) in training mode; running statistics are updated in place.
 
     Args:
         tensor, moments: used for nothing else afterwards: their place take the second and the third result.
-        running_mean, running_var, weight, bias: [C] fp32.
-        activation: a key of `batchnorm_act.spec.ACTIVATIONS`; `slope` is LeakyReLU's.
+        norm: the fields of a `Norm`, none of them None.
 
     Returns:
         A new tensor like the concatenation, and what there is for whoever comes next.
     """
-    if moments is None or not (running_mean.is_contiguous() and running_var.is_contiguous()):
-        y = reference.batchnorm_act(
-            tensor, None, running_mean, running_var, weight, bias, momentum, eps, activation, slope
-        )
-        return y, tensor, None
-    engaged[activation] += 1
-    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-    found = _BatchNormAct.apply(
-        tensor, moments, weight, bias, running_mean, running_var, momentum, eps, activation, slope
-    )
+    of = Norm(*norm)
+    if moments is None or not all(running.is_contiguous() for running in of.running or ()):
+        return reference.batchnorm_act(tensor, None, *of), tensor, None
+    engaged[of.activation] += 1
+    found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None] = _BatchNormAct.apply(tensor, moments, *of)
     return found

@@ -7,7 +7,7 @@ from functools import lru_cache
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.alignment import aligned
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_concat import spec
 from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.launches import Launch, launch
@@ -119,27 +119,19 @@ def append_backward(
 def forward(
     x: torch.Tensor,
     moments: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
 ) -> torch.Tensor:
     """y, [N, C, H, W] channels_last; running statistics are updated in place.
 
-    x: as `rows` gives it. moments: [2, C] fp32, rows at any distance. running_mean, running_var, weight, bias: [C] fp32.
+    x: as `rows` gives it. moments: [2, C] fp32, rows at any distance. Of the norm nothing is None.
     """
-    weight, bias = aligned(weight), aligned(bias)
     n, c, h, w = x.shape
     device = x.device.index or 0
-    plan = _forward(n * h * w, c, x.stride(3), x.dtype, activation, device)
+    plan = _forward(n * h * w, c, x.stride(3), x.dtype, norm.activation, device)
     y = torch.empty_like(x, memory_format=torch.channels_last)
     mean = moments.data_ptr()
-    norm = mean, mean + 4 * moments.stride(0), weight, bias, running_mean, running_var
-    plan.run(x, *norm, y, behind=(momentum, eps, slope))
+    of = mean, mean + 4 * moments.stride(0), *norm.aligned().affine, norm.running_mean, norm.running_var
+    plan.run(x, *of, y, behind=(norm.momentum, norm.eps, norm.slope))
     return y
 
 
@@ -148,29 +140,25 @@ def backward(
     x: torch.Tensor,
     later: Pair | None,
     moments: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns gradient (like dy) and corrections [2, C] fp32 as the kernel's header defines them, dweight and dbias [C] fp32.
 
     dy: [N, C, H, W] channels_last. x: as `rows` gives it. later: gradient, as `rows` gives it, and corrections from behind.
     """
-    weight, bias = aligned(weight), aligned(bias)
+    weight, bias = norm.aligned().affine
     n, c, h, w = x.shape
     device = x.device.index or 0
     pitches = x.stride(3), 0 if later is None else later[0].stride(3)
-    plan = _backward(n * h * w, c, pitches, x.dtype, activation, later is not None, device)
+    plan = _backward(n * h * w, c, pitches, x.dtype, norm.activation, later is not None, device)
     gradient = torch.empty_like(x, memory_format=torch.channels_last)
     corrections = weight.new_empty(2, c)
     dweight, dbias = torch.empty_like(weight), torch.empty_like(weight)
     partial = torch.empty(plan.partials, dtype=torch.float32, device=x.device)
     own, mean, a = corrections.data_ptr(), moments.data_ptr(), 0 if later is None else later[1].data_ptr()
     b = 0 if later is None else a + 4 * later[1].stride(0)
-    norm = mean, mean + 4 * moments.stride(0), weight, bias
+    of = mean, mean + 4 * moments.stride(0), weight, bias
     results = gradient, own, own + 4 * c, dweight, dbias
     behind = None if later is None else later[0]
-    plan.run(dy, x, behind, *norm, a, b, partial, nvrtc.tickets(x.device), *results, behind=(eps, slope))
+    plan.run(dy, x, behind, *of, a, b, partial, nvrtc.tickets(x.device), *results, behind=(norm.eps, norm.slope))
     return gradient, corrections, dweight, dbias

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 
 from advisor.ops.batchnorm_act import spec as batchnorm_act
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_max_pool import api, reference, spec
 from advisor.ops.family import Arguments, Case, Work
 from advisor.ops.pooling.spec import K2S2, K3S2, PoolWindow
@@ -36,32 +38,11 @@ def _inputs(
     )
 
 
-def _steady(
-    x: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
-    *window: object,
-) -> torch.Tensor:
+def _steady(x: torch.Tensor, *norm_and_pool: Any) -> torch.Tensor:
     """False within 1e-3 of a point where the activation's slope jumps."""
-    z = reference.batchnorm_max_pool(
-        x,
-        running_mean,
-        running_var,
-        weight,
-        bias,
-        momentum,
-        eps,
-        "none",
-        slope,
-        *window,  # type: ignore[arg-type]  # its parts are what the case says
-    )
-    kinks = _KINKS[activation]
+    norm = Norm._make(norm_and_pool[:8])
+    z = reference.batchnorm_max_pool(x, *norm._replace(activation="none"), *norm_and_pool[8:])
+    kinks = _KINKS[norm.activation]
     return torch.stack([torch.ones_like(z, dtype=torch.bool), *((z - k).abs() >= 1e-3 for k in kinks)]).all(0)
 
 

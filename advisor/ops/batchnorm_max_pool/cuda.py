@@ -11,8 +11,9 @@ from functools import lru_cache
 import torch
 
 from advisor.ops import nvrtc, storage
-from advisor.ops.alignment import aligned, empty_nhwc
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.batchnorm_act.cuda import merge_moments, one_of_two
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.batchnorm_max_pool import spec
 from advisor.ops.launches import Launch, launch
 from advisor.ops.pooling.cuda import output
@@ -43,14 +44,7 @@ def _launches(
 
 def forward(
     x: torch.Tensor,
-    running_mean: torch.Tensor,
-    running_var: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    norm: Norm,
     window: PoolWindow,
     *,
     in_place: bool = True,
@@ -59,24 +53,25 @@ def forward(
     """Returns y [N, C, OH, OW], saved fp32, positions (bytes, like y) and the chosen elements of x (like y).
 
     saved is [2, C], mean and inverse standard deviation, or, when not `in_place`, [4, C] with the new running mean and
-    variance after them; `in_place` updates `running_mean` and `running_var` instead. x: [N, C, H, W] channels_last, fp16, bf16
+    variance after them; `in_place` updates the norm's running statistics instead. x: [N, C, H, W] channels_last, fp16, bf16
     or fp32. `moments` of x (ops/moments.py) spare a pass over it.
     """
     device = x.device.index or 0
     n, c, h, w = x.shape
-    weight, bias = aligned(weight), aligned(bias)
-    stats, pooled = _launches(("stats", spec.FORWARD), (n, c, h, w), x.dtype, activation, window, device)
+    norm = norm.aligned()
+    stats, pooled = _launches(("stats", spec.FORWARD), (n, c, h, w), x.dtype, norm.activation, window, device)
     shape = output(x.shape, window)
     y, chosen, index = empty_nhwc(shape, x), empty_nhwc(shape, x), empty_nhwc(shape, x, torch.uint8)
     saved = torch.empty((2 if in_place else 4, c), dtype=torch.float32, device=x.device)
-    running = running_mean.data_ptr(), running_var.data_ptr()
+    mean, var, weight, bias = norm.read
+    running = mean.data_ptr(), var.data_ptr()
     updated = running if in_place else (saved.data_ptr() + 8 * c, saved.data_ptr() + 12 * c)
     if moments is not None:
-        merge_moments(moments, saved, running, updated, momentum, eps)
+        merge_moments(moments, saved, running, updated, norm)
     else:
         partial = torch.empty(stats.partials, dtype=torch.float32, device=x.device)
-        stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(momentum, eps))
-    pooled.run(x, saved, weight, bias, y, index, chosen, behind=(slope,))
+        stats.run(x, partial, nvrtc.tickets(x.device), saved, *running, *updated, behind=(norm.momentum, norm.eps))
+    pooled.run(x, saved, weight, bias, y, index, chosen, behind=(norm.slope,))
     return y, saved, index, chosen
 
 
@@ -86,24 +81,21 @@ def backward(
     saved: torch.Tensor,
     index: torch.Tensor,
     chosen: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor,
-    activation: str,
-    slope: float,
+    norm: Norm,
     window: PoolWindow,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns dx (like x), dweight and dbias [C] fp32. dy: like the forward's y, channels_last; the caller makes it so."""
     device = x.device.index or 0
     n, c, h, w = x.shape
-    weight, bias = aligned(weight), aligned(bias)
+    weight, bias = norm.aligned().affine
     dx = torch.empty_like(x)
     names = "backward_reduce", spec.BACKWARD
-    reduce, pooled = _launches(names, (n, c, h, w), x.dtype, activation, window, device)
+    reduce, pooled = _launches(names, (n, c, h, w), x.dtype, norm.activation, window, device)
     partial = torch.empty(reduce.partials, dtype=torch.float32, device=x.device)
     dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, c)
-    norm = saved, weight, bias
+    read = saved, weight, bias
     sums = partial, nvrtc.tickets(x.device), coefficients, dweight, dbias
     # Without a second gradient, a mask, which is the residual's, and its gradient.
-    reduce.run(dy, None, chosen, None, *norm, None, *sums, behind=(slope,))
-    pooled.run(dy, index, x, *norm, coefficients, dx, behind=(slope,))
+    reduce.run(dy, None, chosen, None, *read, None, *sums, behind=(norm.slope,))
+    pooled.run(dy, index, x, *read, coefficients, dx, behind=(norm.slope,))
     return dx, dweight, dbias

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from advisor.ops import alignment, differentiable, dispatch, nvrtc, storage
 from advisor.ops.batchnorm_act import api as batchnorm_act
 from advisor.ops.batchnorm_act import cuda as batchnorm_cuda
+from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.convolution import ConvGeometry, Convolution, Gradients, Made, cast, computed_in, dense_gradients
 from advisor.ops.function import Function
 from advisor.ops.pointwise import cuda, spec
@@ -88,40 +89,28 @@ class _BatchNormActPointwise(Function):
         ctx: Any,
         x: torch.Tensor,
         residual: torch.Tensor | None,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
         conv_weight: torch.Tensor,
-        running_mean: torch.Tensor | None,
-        running_var: torch.Tensor | None,
-        momentum: float,
-        eps: float,
-        activation: str,
-        slope: float,
         moments: torch.Tensor | None,
         leaving: bool,
+        *norm_fields: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         ctx.set_materialize_grads(False)
-        ctx.affine = weight is not None, bias is not None
-        weight, bias = batchnorm_act.affine(x, weight, bias)
+        given = Norm(*norm_fields)
+        ctx.affine = given.weight is not None, given.bias is not None
+        norm, residual_there = given.filled(x), residual is not None
         read = alignment.aligned(conv_weight.to(x.dtype))
-        statistics = running_mean, running_var
-        if _one_pass(x, residual, read, activation):
-            affine = alignment.aligned(weight), alignment.aligned(bias)
-            saved = batchnorm_cuda.statistics(
-                x, *statistics, *affine, momentum, eps, activation, residual is not None, moments
-            )
-            y, mask, z, parts = cuda.norm_forward(
-                x, residual, (saved, *affine), read, activation, slope, moments=leaving
-            )
+        if _one_pass(x, residual, read, norm.activation):
+            lined = norm.aligned()
+            saved = batchnorm_cuda.statistics(x, lined, residual_there, moments)
+            of = (saved, *lined.affine), read, norm.activation, norm.slope
+            y, mask, z, parts = cuda.norm_forward(x, residual, *of, moments=leaving)
         else:
-            y, saved, mask = batchnorm_cuda.forward(
-                x, residual, *statistics, weight, bias, momentum, eps, activation, slope, moments=moments
-            )
+            y, saved, mask = batchnorm_cuda.forward(x, residual, norm, moments=moments)
             z, parts = _convolved(y, read, moments=leaving)
         if parts is not None:
             ctx.mark_non_differentiable(parts)
-        Function.keep(ctx, x, weight, bias, saved, mask, y, conv_weight, read)
-        ctx.residual, ctx.eps, ctx.activation, ctx.slope = residual is not None, eps, activation, slope
+        Function.keep(ctx, x, *norm.affine, saved, mask, y, conv_weight, read)
+        ctx.residual, ctx.rest = residual_there, norm[4:]
         return y, z, parts
 
     @staticmethod
@@ -129,8 +118,9 @@ class _BatchNormActPointwise(Function):
         dy, dz, _ = gradients
         given = dz if dy is None else dy
         if given is None:  # nobody used the results
-            return (None,) * 13
+            return (None,) * (5 + len(Norm._fields))
         x, weight, bias, saved, mask, y, conv_weight, read = Function.kept(ctx)
+        norm = Norm(None, None, weight, bias, *ctx.rest)
         twice = differentiable.wanted(given)
         if twice:
             read = conv_weight.to(x.dtype)  # of which autograd knows
@@ -138,7 +128,7 @@ class _BatchNormActPointwise(Function):
         if dz is not None:
             if not twice:
                 dz = alignment.nhwc(dz)
-            wanted = twice, ctx.needs_input_grad[4]
+            wanted = twice, ctx.needs_input_grad[2]
             through, dconv = dense_gradients(dz, y, read, wanted)
             dconv = None if dconv is None else dconv.to(conv_weight.dtype)
         if not twice:
@@ -147,29 +137,19 @@ class _BatchNormActPointwise(Function):
             del y
         if twice:
             above = given if through is None else through if dy is None else dy + through
-            told = ctx.eps, ctx.activation, ctx.slope, ctx.residual
-            found = batchnorm_act.differentiable_backward(above, x, weight, bias, mask, *told)
+            found = batchnorm_act.differentiable_backward(above, x, norm, mask, ctx.residual)
         elif dz is None:
-            dy = alignment.nhwc(given)
-            found = batchnorm_cuda.backward(
-                dy, None, x, saved, mask, weight, bias, ctx.activation, ctx.slope, ctx.residual
-            )
+            found = batchnorm_cuda.backward(alignment.nhwc(given), None, x, saved, mask, norm, ctx.residual)
         else:
             dy = None if dy is None else alignment.nhwc(dy)
-            norm = saved, alignment.aligned(weight), alignment.aligned(bias)
-            g, sums = cuda.norm_gradient(dz, read, dy, x, mask, norm, ctx.activation, ctx.slope, ctx.residual)
+            of = (saved, *norm.aligned().affine), norm.activation, norm.slope, ctx.residual
+            g, sums = cuda.norm_gradient(dz, read, dy, x, mask, *of)
             dx, dweight, dbias = batchnorm_cuda.backward_of_sums(g, sums, x, saved, weight, bias)
             found = dx, g, dweight, dbias
         dx, dresidual, dweight, dbias = found
         has_weight, has_bias = ctx.affine
-        return (
-            dx,
-            dresidual if ctx.residual else None,
-            dweight if has_weight else None,
-            dbias if has_bias else None,
-            dconv,
-            *[None] * 8,
-        )
+        affine = dweight if has_weight else None, dbias if has_bias else None
+        return dx, dresidual if ctx.residual else None, dconv, None, None, None, None, *affine, *[None] * 4
 
 
 def _one_pass(x: torch.Tensor, residual: torch.Tensor | None, conv_weight: torch.Tensor, activation: str) -> bool:
@@ -220,16 +200,8 @@ def _behind_norm_refusal(
 def batchnorm_act_pointwise(
     x: torch.Tensor,
     residual: torch.Tensor | None,
-    running_mean: torch.Tensor | None,
-    running_var: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    momentum: float,
-    eps: float,
-    activation: str,
-    slope: float,
+    *norm: Any,
     conv_weight: torch.Tensor,
-    *,
     moments: torch.Tensor | None = None,
     leaving: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -246,30 +218,16 @@ def batchnorm_act_pointwise(
     Returns:
         The norm's result like x, the convolution's [N, CO, H, W], and the latter's moments (ops/moments.py) or None.
     """
-    common = (running_mean, running_var, weight, bias, momentum, eps, activation, slope)
-    reason = _behind_norm_refusal(x, residual, conv_weight, activation)
+    of = Norm(*norm)
+    reason = _behind_norm_refusal(x, residual, conv_weight, of.activation)
     if reason:
         fell_back[reason] += 1
-        y, again = batchnorm_act.forked_batchnorm_act(x, residual, *common, moments=moments)
+        y, again = batchnorm_act.forked_batchnorm_act(x, residual, *of, moments=moments)
         if leaving:
             return again, *pointwise_conv2d_moments(y, conv_weight)
         z, parts = pointwise_conv2d(y, conv_weight), None
         return again, z, parts
-    engaged[spec.behind_norm(activation, residual is not None, x.shape[1], conv_weight.shape[0])] += 1
+    engaged[spec.behind_norm(of.activation, residual is not None, x.shape[1], conv_weight.shape[0])] += 1
     found: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-    found = _BatchNormActPointwise.apply(
-        x,
-        residual,
-        weight,
-        bias,
-        conv_weight,
-        running_mean,
-        running_var,
-        momentum,
-        eps,
-        activation,
-        slope,
-        moments,
-        leaving,
-    )
+    found = _BatchNormActPointwise.apply(x, residual, conv_weight, moments, leaving, *of)
     return found

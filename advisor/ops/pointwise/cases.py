@@ -96,8 +96,7 @@ def _call(arguments: Any, of: spec.BehindNorm) -> tuple[Any, ...]:
 
 
 def _behind(*arguments: Any, of: spec.BehindNorm) -> tuple[torch.Tensor, ...]:
-    given = (*_call(arguments, of), arguments[_NORM])
-    y, z, _ = api.batchnorm_act_pointwise(*given)
+    y, z, _ = api.batchnorm_act_pointwise(*_call(arguments, of), conv_weight=arguments[_NORM])
     return (y, z) if of.forked else (z,)
 
 

@@ -156,8 +156,8 @@ def _together(norm: fx.Node, result: fx.Node, weight: fx.Node) -> str:
 def _merge(norm: fx.Node, handle: fx.Node, conv: fx.Node, weight: fx.Node) -> None:
     graph, leaving = conv.graph, conv.target is api.pointwise_conv2d_moments
     with graph.inserting_before(conv):
-        arguments, given = (*norm.args, weight), {**norm.kwargs, "leaving": leaving}
-        both = graph.call_function(api.batchnorm_act_pointwise, arguments, given)
+        given = {"conv_weight": weight, **norm.kwargs, "leaving": leaving}
+        both = graph.call_function(api.batchnorm_act_pointwise, norm.args, given)
         y, z, *parts = match.results(both, 3 if leaving else 2)
     if not parts:
         match.replace(conv, z)
