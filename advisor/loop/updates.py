@@ -6,7 +6,7 @@ import functools
 from typing import Any, Protocol
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 
 CLOSURE = "advisor:closure"
 
@@ -66,7 +66,7 @@ def annotated_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tu
 
     @functools.wraps(closure)
     def annotated() -> Any:
-        with _RecordFunctionFast(CLOSURE):
+        with RecordFunctionFast(CLOSURE):
             return closure()
 
     return with_closure(args, kwargs, annotated)

@@ -55,7 +55,7 @@ def with_moments(kind: str) -> str:
 engaged: dict[str, Counter[str]] = {}
 fell_back: dict[str, Counter[str]] = {}
 
-_forced = _none = 0
+times_forced = _none = 0
 
 
 def counters(family: str) -> tuple[Counter[str], Counter[str]]:
@@ -66,12 +66,12 @@ def counters(family: str) -> tuple[Counter[str], Counter[str]]:
 @contextmanager
 def everything() -> Iterator[None]:
     """Inside, kernels take every call that they support, whether they win or not: for benchmarks, verification and tests."""
-    global _forced
-    _forced += 1
+    global times_forced
+    times_forced += 1
     try:
         yield
     finally:
-        _forced -= 1
+        times_forced -= 1
 
 
 @contextmanager
@@ -96,12 +96,12 @@ def refusal(unsupported: str, wins: str) -> str:
         unsupported: what `spec.unsupported` says, empty when the kernels can take the call.
         wins: what `spec.wins` says, empty where they are measured to be faster. Not asked inside `everything()` and `nothing()`.
     """
-    return unsupported or ("held against the kernels" if _none else "" if _forced else wins)
+    return unsupported or ("held against the kernels" if _none else "" if times_forced else wins)
 
 
 def forced() -> bool:
     """Whether it is inside `everything()`."""
-    return _forced > 0
+    return times_forced > 0
 
 
 def clear() -> None:

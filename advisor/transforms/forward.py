@@ -138,7 +138,7 @@ class ForwardStack:
 
     _stacks: ClassVar[WeakKeyDictionary[torch.nn.Module, ref[ForwardStack]]] = WeakKeyDictionary()
     _resting: ClassVar[set[ForwardStack]] = set()
-    _installed: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
+    installed: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
     _finalized: ClassVar[WeakSet[torch.nn.Module]] = WeakSet()
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -263,12 +263,12 @@ class ForwardStack:
             self._forward = InstalledForward(self._original())
             module.__dict__["forward"] = self._forward
             module.__dict__.update((name, kind(self)) for name, kind in _ATTRIBUTES.items())
-            self._installed.add(module)
+            self.installed.add(module)
             if module not in self._finalized:
                 self._finalized.add(module)
-                finalize(module, _watch_replicas, self._installed).atexit = False  # it may go with its layers on
+                finalize(module, _watch_replicas, self.installed).atexit = False  # it may go with its layers on
             self._resting.discard(self)
-            _watch_replicas(self._installed)
+            _watch_replicas(self.installed)
         self._forward.composed = composed
 
     def _remove(self) -> None:
@@ -288,8 +288,8 @@ class ForwardStack:
         self._forward = self._own = None
         if self._composed:
             self._resting.add(self)
-        self._installed.discard(module)
-        _watch_replicas(self._installed)
+        self.installed.discard(module)
+        _watch_replicas(self.installed)
 
 
 replicate = torch.nn.Module._replicate_for_data_parallel

@@ -474,7 +474,7 @@ def only_what_wins() -> Iterator[None]:
     forcing, and leave all kernels forced for the tests that follow.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dispatch, "_forced", 0)
+        patch.setattr(dispatch, "times_forced", 0)
         yield
 
 

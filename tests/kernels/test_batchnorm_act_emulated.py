@@ -17,7 +17,7 @@ FAMILY = catalog.get("batchnorm_act")
 
 
 def case(dtype: str, activation: str, residual: bool, shape: tuple[int, ...], way: str | None = spec.TWO):
-    return cases._case(shape, dtype, activation, residual, way=way)
+    return cases.case_of(shape, dtype, activation, residual, way=way)
 
 
 # What is taken out or changed, and by what the check must see it.
@@ -58,7 +58,7 @@ HELD_FAULTS = {
 def test_a_fault_planted_in_the_kernels_of_one_launch_is_found(
     emulated, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    held = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
+    held = cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
     assert not passes_with(monkeypatch, FAMILY, held, *HELD_FAULTS[fault])
 
 
@@ -78,7 +78,7 @@ JOINED_FAULTS = {
 
 @pytest.mark.parametrize("fault", JOINED_FAULTS)
 def test_a_fault_planted_where_rows_are_joined_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    joined = cases._case((8, 58, 3, 5), "bfloat16", "relu", True)
+    joined = cases.case_of((8, 58, 3, 5), "bfloat16", "relu", True)
     assert verify.check(FAMILY, joined, "cpu")["passed"]
     emulated.use()  # what that has compiled is forgotten
     assert not passes_with(monkeypatch, FAMILY, joined, *JOINED_FAULTS[fault])
@@ -161,14 +161,14 @@ def one_row(emulated, monkeypatch: pytest.MonkeyPatch):
 def test_a_fault_planted_in_the_kernels_of_the_whole_grid_is_found(
     one_row, monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
-    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    grid = cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
     assert not passes_with(monkeypatch, FAMILY, grid, *GRID_FAULTS[fault])
 
 
 def test_blocks_that_wait_for_each_other_are_launched_so_that_all_run(one_row, monkeypatch: pytest.MonkeyPatch) -> None:
     call = device.Entry.__call__
     monkeypatch.setattr(device.Entry, "__call__", lambda *given, **_: call(*given))
-    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    grid = cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
     with pytest.raises(compiler.EmulationError, match="not cooperative"):
         verify.check(FAMILY, grid, "cpu")
 
@@ -180,7 +180,7 @@ def test_every_width_of_a_tile_of_the_whole_grid_gives_the_same_result(
     monkeypatch.setattr(spec, "GRID_TILES", tiles)
     one_row.use(sm_count=16)
     for forked in (False, True):
-        grid = cases._case((3, 120, 9, 7), "bfloat16", "relu", True, way=spec.GRID, forked=forked)
+        grid = cases.case_of((3, 120, 9, 7), "bfloat16", "relu", True, way=spec.GRID, forked=forked)
         row = verify.check(FAMILY, grid, "cpu")
         assert row["passed"], row["detail"]
     assert one_row.launches["batchnorm_act_grid_forward"]
@@ -217,7 +217,7 @@ def test_a_fault_planted_where_rows_are_read_twice_is_found(
 ) -> None:
     one_row.use(sm_count=1)
     monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 0)
-    grid = cases._case((4, 64, 9, 14), "bfloat16", "relu", True, way=spec.GRID)
+    grid = cases.case_of((4, 64, 9, 14), "bfloat16", "relu", True, way=spec.GRID)
     assert not passes_with(monkeypatch, FAMILY, grid, *STREAM_FAULTS[fault])
 
 
@@ -231,7 +231,7 @@ def test_what_the_chip_does_not_hold_goes_by_twice(
     one_row.use(sm_count=1)
     monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
     for forked in (False, True):
-        grid = cases._case((4, 64, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
+        grid = cases.case_of((4, 64, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
         one_row.launches.clear()
         row = verify.check(FAMILY, grid, "cpu")
         assert row["passed"], row["detail"]
@@ -259,7 +259,7 @@ def test_beside_collectives_no_launch_waits_for_all_sms(one_row, monkeypatch: py
 
 def test_without_memory_to_exchange_sums_through_there_are_two_launches(one_row, monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "exchange", lambda device, half: 0)
-    grid = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
+    grid = cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.GRID)
     assert verify.check(FAMILY, grid, "cpu")["passed"]
     assert not [kernel for kernel in one_row.launches if "grid" in kernel]
     assert one_row.launches["batchnorm_act_stats"]
@@ -276,7 +276,7 @@ FROZEN_FAULTS = {
 
 @pytest.mark.parametrize("fault", FROZEN_FAULTS)
 def test_a_fault_planted_in_the_frozen_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
-    frozen = cases._frozen_case((4, 64, 9, 7), "bfloat16", "relu", True, True)
+    frozen = cases.frozen_case_of((4, 64, 9, 7), "bfloat16", "relu", True, True)
     assert not passes_with(monkeypatch, FAMILY, frozen, *FROZEN_FAULTS[fault])
 
 
@@ -285,12 +285,12 @@ def test_a_fault_planted_in_the_frozen_kernels_is_found(emulated, monkeypatch: p
 def test_every_width_of_a_tile_in_one_launch_gives_the_same_result(emulated, sm_count: int, tile: int) -> None:
     emulated.use(sm_count=sm_count)
     assert spec.held(spec.HELD_FORWARD, 252, 64, "bfloat16", sm_count=sm_count).tile == tile
-    row = verify.check(FAMILY, cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER), "cpu")
+    row = verify.check(FAMILY, cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER), "cpu")
     assert row["passed"], row["detail"]
 
 
 def test_one_launch_goes_as_far_as_registers_hold(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = cases._case((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
+    one = cases.case_of((4, 64, 9, 7), "bfloat16", "relu", True, way=spec.CLUSTER)
     for rows, forward, backward in ((1, True, True), (0, False, False)):
         emulated.launches.clear()
         monkeypatch.setattr(spec, "HELD_ROWS", dict.fromkeys(spec.HELD_ROWS, rows))
@@ -354,7 +354,7 @@ def test_a_norm_without_weight_and_bias_is_the_same_whatever_the_default_dtype(e
     ("activation", "residual", "affine"), [("relu", True, True), ("silu", False, True), ("relu", False, False)]
 )
 def test_second_derivatives_of_a_frozen_norm(emulated, activation: str, residual: bool, affine: bool) -> None:
-    frozen = cases._frozen_case((2, 8, 3, 3), "float32", activation, residual, affine)
+    frozen = cases.frozen_case_of((2, 8, 3, 3), "float32", activation, residual, affine)
     arguments = frozen.inputs(torch.Generator().manual_seed(3), 2)
     leaves = [t for t in arguments if isinstance(t, torch.Tensor) and t.requires_grad]
 
@@ -383,7 +383,7 @@ def test_second_derivatives_of_a_frozen_norm(emulated, activation: str, residual
 def test_a_frozen_norm_keeps_its_input_only_where_its_backward_reads_it(
     emulated, activation: str, affine: bool, kept: bool
 ) -> None:
-    frozen = cases._frozen_case((2, 8, 3, 3), "bfloat16", activation, False, affine)
+    frozen = cases.frozen_case_of((2, 8, 3, 3), "bfloat16", activation, False, affine)
     x, *rest = frozen.inputs(torch.Generator().manual_seed(3), 2)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
@@ -519,7 +519,7 @@ def test_blocks_that_have_whole_rows_exchange_their_sums_twice(
     monkeypatch.setattr(spec, "WHOLE_ROW_BYTES", dict.fromkeys(spec.WHOLE_ROW_BYTES, -1))
     channels = {5: 20, 7: 22, 16: 42}[blocks] * storage.vector_width(dtype)
     for forked in (False, True):
-        grid = cases._case((8, channels, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
+        grid = cases.case_of((8, channels, 9, 14), dtype, activation, residual, way=spec.GRID, forked=forked)
         one_row.launches.clear()
         row = verify.check(FAMILY, grid, "cpu")
         assert row["passed"], row["detail"]
@@ -551,7 +551,7 @@ def test_joined_rows_in_one_launch(
     monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: slots)
     monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
     one_row.launches.clear()
-    row = verify.check(FAMILY, cases._case((8, channels, 9, 14), dtype, activation, residual), "cpu")
+    row = verify.check(FAMILY, cases.case_of((8, channels, 9, 14), dtype, activation, residual), "cpu")
     assert row["passed"], row["detail"]
     assert set(one_row.launches) == {"batchnorm_act_grid_forward", "batchnorm_act_grid_backward"}
 
@@ -560,9 +560,9 @@ def test_joined_rows_in_one_launch(
 def test_joined_rows_whose_forward_alone_is_one_launch(one_row, monkeypatch, activation: str, residual: bool) -> None:
     one_row.use(sm_count=1)
     monkeypatch.setattr(spec, "grid_slots", lambda *_, **__: 6)  # x is held, not x and what comes from above
-    monkeypatch.setattr(spec, "_streaming_wins", lambda *_, **__: False)
+    monkeypatch.setattr(spec, "streaming_wins", lambda *_, **__: False)
     monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
-    case = cases._case((8, 27, 9, 14), "bfloat16", activation, residual)
+    case = cases.case_of((8, 27, 9, 14), "bfloat16", activation, residual)
     assert verify.check(FAMILY, case, "cpu")["passed"]
     one_row.launches.clear()
     given = case.inputs(verify.seeded("cpu", 0), 8)
@@ -600,5 +600,5 @@ def test_a_fault_planted_where_sums_are_exchanged_twice_is_found(
 ) -> None:
     one_row.use(sm_count=5)
     monkeypatch.setattr(spec, "GRID_LEAST_BYTES", 0)
-    joined = cases._case((8, 27, 9, 14), "bfloat16", "silu", False)
+    joined = cases.case_of((8, 27, 9, 14), "bfloat16", "silu", False)
     assert not passes_with(monkeypatch, FAMILY, joined, *WHOLE_FAULTS[fault])

@@ -41,13 +41,13 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     way, before, after = FAULTS[fault]
-    case = cases._case((3, 72, 9, 7), "bfloat16", "relu", True, way=way, forked=True)
+    case = cases.case_of((3, 72, 9, 7), "bfloat16", "relu", True, way=way, forked=True)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 
 
 def arguments(activation: str = "relu", residual: bool = True, dtype: str = "float32") -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(3)
-    return cases._inputs(generator, 2, shape=(2, 8, 3, 5), dtype=dtype, activation=activation, residual=residual)
+    return cases.inputs_of(generator, 2, shape=(2, 8, 3, 5), dtype=dtype, activation=activation, residual=residual)
 
 
 def leaves(inputs: tuple[Any, ...]) -> list[torch.Tensor]:

@@ -240,7 +240,7 @@ def test_the_weights_sums_take_no_more_memory_than_the_inputs_gradient(call: tup
 
 def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """128 to 32 channels: the forward ours, the gradient of the input PyTorch's."""
-    monkeypatch.setattr(spec, "_ROOM", 1e9)
+    monkeypatch.setattr(spec, "ROOM", 1e9)
     at_any_size = replace(dispatch_table.read()["conv3x3"], sizes=())
     x, weight = nhwc(2, 128, 8, 8).bfloat16().requires_grad_(), torch.randn(32, 128, 3, 3, requires_grad=True)
     with only_what_wins(), dispatch_table.instead("conv3x3", at_any_size):
@@ -254,7 +254,7 @@ def test_a_product_that_does_not_win_is_pytorchs(emulated, monkeypatch: pytest.M
 
 def test_between_wide_sides_the_weights_gradient_alone_is_ours(emulated, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its forward and the gradient of the input are PyTorch's, and cast the weight once."""
-    monkeypatch.setattr(spec, "_ROOM", 1e9)
+    monkeypatch.setattr(spec, "ROOM", 1e9)
     at_any_size = replace(dispatch_table.read()["conv3x3"], sizes=())
     casts: list[torch.dtype] = []
     to = torch.Tensor.to
@@ -275,7 +275,7 @@ def test_between_wide_sides_the_weights_gradient_alone_is_ours(emulated, monkeyp
 def test_where_its_forward_does_not_win_the_gradient_of_the_input_still_can(
     emulated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spec, "_ROOM", 1e9)
+    monkeypatch.setattr(spec, "ROOM", 1e9)
     of = dispatch_table.read()["conv3x3"]
     x, weight = nhwc(2, 64, 8, 8).bfloat16().requires_grad_(), torch.randn(128, 64, 3, 3)
     changed = replace(of, sizes=(), parts={"3x3 64 to 128": ("gradient",)})

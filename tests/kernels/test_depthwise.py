@@ -77,7 +77,7 @@ def test_geometry_covers_every_pixel_and_channel(
     channels=st.integers(1, 700).map(lambda n: 2 * n),
     height=st.integers(1, 120),
     width=st.integers(1, 120),
-    form=st.sampled_from(sorted(spec._STRIPS)),
+    form=st.sampled_from(sorted(spec.STRIP_RINGS)),
     pad=st.integers(0, 6),
     backward=st.booleans(),
 )
@@ -85,7 +85,7 @@ def test_rings_cover_every_pixel_and_channel_and_fit_in_shared_memory(
     batch: int, channels: int, height: int, width: int, form: tuple[int, int, bool], pad: int, backward: bool
 ) -> None:
     kernel, stride, wide = form
-    if backward and form not in spec._BACKWARD:
+    if backward and form not in spec.BACKWARD_RINGS:
         return
     call = spec.call((batch, channels, height, width), kernel, stride, (min(pad, kernel - 1),) * 2, 1)
     if call.out_height < 1 or call.out_width < 1:

@@ -70,7 +70,7 @@ def test_launches_cover_every_pixel_channel_and_tap(
         assert defines["THREADS"] % (32 * warps) == 0
         assert 32 <= defines["THREADS"] <= 1024
         rows = (defines["ROWS"] - 1) * stride + kernel
-        assert 2 * 2 * (rows * spec._pitch(call, defines["COLS"]) + 8) + 4 * 96 <= 48 * 1024
+        assert 2 * 2 * (rows * spec.pitch(call, defines["COLS"]) + 8) + 4 * 96 <= 48 * 1024
 
 
 @pytest.mark.parametrize(

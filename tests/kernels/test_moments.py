@@ -85,9 +85,9 @@ def test_a_part_left_out_would_be_seen(emulated, monkeypatch: pytest.MonkeyPatch
     values = torch.randn(64, 8) + torch.arange(64).unsqueeze(1)
     parts = parts_of(values, [16] * 4)
     with planted(monkeypatch, "for (int block = ty;", "for (int block = ty + 1;"):
-        cuda._merge.cache_clear()
+        cuda.merge_launch.cache_clear()
         saved, *_ = merged(parts)
-    cuda._merge.cache_clear()
+    cuda.merge_launch.cache_clear()
     assert not torch.allclose(saved[0], values.mean(0), rtol=1e-3)
 
 

@@ -143,7 +143,7 @@ class Planting:
         """PyTorch's own, and the definition."""
         wide = verify.copies(arguments, wide=True)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(reference._ACTIVATIONS, "hardswish", _Hardswish.apply)
+            patch.setitem(reference.ACTIVATIONS, "hardswish", _Hardswish.apply)
             definition = verify.run_with(self.case, self.case.reference, wide, [dy.double() for dy in above])
         return [verify.run(self.case, self.case.eager, arguments, above), definition]
 

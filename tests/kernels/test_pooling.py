@@ -307,7 +307,7 @@ def test_a_fault_planted_in_a_kernel_is_found(emulated, monkeypatch: pytest.Monk
 @pytest.mark.parametrize("step", ["LOADS * parts", "2 * LOADS * parts"])
 def test_more_blocks_than_the_last_one_reads_at_once(emulated, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     emulated.use(sm_count=40)
-    case = cases._bias_max((40, 264, 2, 2), K2S2, "bfloat16")
+    case = cases.bias_max_case((40, 264, 2, 2), K2S2, "bfloat16")
     passed = passes_with(monkeypatch, FAMILY, case, "b += LOADS * parts", f"b += {step}")
     assert passed == (step == "LOADS * parts")
 

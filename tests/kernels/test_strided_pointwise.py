@@ -181,7 +181,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_planted_in_the_kernels_is_found(emulated, monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     before, after, shape = FAULTS[fault]
-    case = next((case for case in cases.VERIFICATION if case.shape == shape), None) or cases._case(shape, 72)
+    case = next((case for case in cases.VERIFICATION if case.shape == shape), None) or cases.case_of(shape, 72)
     assert not passes_with(monkeypatch, FAMILY, case, before, after)
 
 

@@ -140,7 +140,7 @@ def test_the_backward_begins_with_a_pixels_first_output(mode: str, size: int, fa
 
 @pytest.mark.parametrize("size", [(1, 6), (6, 1), (2, 12), (4, 4)], ids=str)
 def test_no_gradient_of_nearest_exact_is_lost(emulated, size: tuple[int, int]) -> None:
-    case = cases._case((1, 8, 1, 1), "float32", "nearest-exact", size=size)
+    case = cases.case_of((1, 8, 1, 1), "float32", "nearest-exact", size=size)
     x, dy = torch.ones(1, 8, 1, 1, requires_grad=True), torch.ones(1, 8, *size)
     (dx,) = torch.autograd.grad(case.ours(x.to(memory_format=torch.channels_last)), x, dy)
     assert dx.flatten().tolist() == [size[0] * size[1]] * 8

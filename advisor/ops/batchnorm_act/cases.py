@@ -57,7 +57,7 @@ _ODD = ((4, 64, 28, 28), (3, 72, 9, 7), (2, 1016, 5, 3), (1, 24, 7, 5), (2, 8, 1
 _KINKS = (-3.0, 0.0, 3.0, 6.0)
 
 
-def _inputs(
+def inputs_of(
     generator: torch.Generator, n: int, *, shape: tuple[int, ...], dtype: str, activation: str, residual: bool
 ) -> Arguments:
     """x and residual [n, C, H, W] channels_last, mean 0.5, deviation 1.5; statistics, weight and bias [C] fp32."""
@@ -92,8 +92,8 @@ def _incomplete_inputs(
     residual: bool,
     without: str,
 ) -> Arguments:
-    """As `_inputs`, without affine parameters or without running statistics."""
-    x, second, *rest = _inputs(generator, n, shape=shape, dtype=dtype, activation=activation, residual=residual)
+    """As `inputs_of`, without affine parameters or without running statistics."""
+    x, second, *rest = inputs_of(generator, n, shape=shape, dtype=dtype, activation=activation, residual=residual)
     given = [None, None, *rest[2:4]] if without == spec.NO_STATISTICS else [*rest[:2], None, None]
     return (x, second, *given, *rest[4:])
 
@@ -108,8 +108,8 @@ def _frozen_inputs(
     residual: bool,
     affine_gradients: bool,
 ) -> Arguments:
-    """As `_inputs`, with statistics near those of x, and none to update."""
-    x, second, mean, variance, weight, bias, _, *rest = _inputs(
+    """As `inputs_of`, with statistics near those of x, and none to update."""
+    x, second, mean, variance, weight, bias, _, *rest = inputs_of(
         generator, n, shape=shape, dtype=dtype, activation=activation, residual=residual
     )
     mean += 0.5 + 0.1 * torch.randn(mean.shape, device=mean.device, generator=generator)
@@ -130,7 +130,7 @@ def _steady_twice(*arguments: object) -> tuple[torch.Tensor, torch.Tensor]:
     return mask, mask
 
 
-def _case(
+def case_of(
     shape: tuple[int, ...],
     dtype: str,
     activation: str,
@@ -164,7 +164,7 @@ def _case(
             kernels=(kernel, spec.JOINED_ROWS) if joined and kernel in (spec.FORWARD, spec.BACKWARD) else (kernel,),
             nbytes=nbytes,
         )
-    inputs = partial(_incomplete_inputs, without=without) if without else _inputs
+    inputs = partial(_incomplete_inputs, without=without) if without else inputs_of
     variant = spec.FORKED if forked else spec.JOINED if joined else without
     wins = partial(spec.wins, activation=activation, residual=residual, dtype=dtype, variant=variant)
     function: Callable[..., Any] = api.forked_batchnorm_act if forked else api.batchnorm_act
@@ -189,7 +189,7 @@ def _case(
     )
 
 
-def _frozen_case(shape: tuple[int, ...], dtype: str, activation: str, residual: bool, affine_gradients: bool) -> Case:
+def frozen_case_of(shape: tuple[int, ...], dtype: str, activation: str, residual: bool, affine_gradients: bool) -> Case:
     """By running statistics, in training; with `affine_gradients` False weight and bias are frozen too."""
     forward, backward = spec.frozen_bytes_moved(
         elements=math.prod(shape),
@@ -232,52 +232,52 @@ _LARGE = (256, 256, 56, 56)
 
 BENCHMARK = (
     *(
-        _case(shape, dtype, activation, residual)
+        case_of(shape, dtype, activation, residual)
         for dtype in ("bfloat16", "float16", "float32")
         for activation, residual in _MEASURED
         for shape in (_TRAINED if dtype == "bfloat16" else _TRAINED[:3])
     ),
-    *(_case(shape, "bfloat16", activation, False) for activation in _OTHER_ACTIVATIONS for shape in _TRAINED[::3]),
+    *(case_of(shape, "bfloat16", activation, False) for activation in _OTHER_ACTIVATIONS for shape in _TRAINED[::3]),
     *(
-        _case(_TRAINED[0], dtype, activation, False)
+        case_of(_TRAINED[0], dtype, activation, False)
         for activation in _OTHER_ACTIVATIONS
         for dtype in ("float16", "float32")
     ),
-    *(_case(shape, "bfloat16", activation, False) for shape, activation in _UNEVEN),
-    *(_case(shape, "bfloat16", activation, False) for shape in _JOINED for activation in ("none", "relu")),
-    *(_case(shape, "bfloat16", "relu", False) for shape in _SMALL_JOINED),
-    *(_case(_JOINED[0], dtype, "relu", False) for dtype in ("float16", "float32")),
-    _case(_JOINED[3], "bfloat16", "relu", True),
+    *(case_of(shape, "bfloat16", activation, False) for shape, activation in _UNEVEN),
+    *(case_of(shape, "bfloat16", activation, False) for shape in _JOINED for activation in ("none", "relu")),
+    *(case_of(shape, "bfloat16", "relu", False) for shape in _SMALL_JOINED),
+    *(case_of(_JOINED[0], dtype, "relu", False) for dtype in ("float16", "float32")),
+    case_of(_JOINED[3], "bfloat16", "relu", True),
     # One launch beside two, which the cases above have for the shapes that stand there too.
-    *(_case(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
-    *(_case(shape, "bfloat16", *variant, way=spec.CLUSTER) for shape in _HELD for variant in _RELU),
+    *(case_of(shape, "bfloat16", *variant) for shape in _HELD if shape not in _TRAINED for variant in _RELU),
+    *(case_of(shape, "bfloat16", *variant, way=spec.CLUSTER) for shape in _HELD for variant in _RELU),
     *(
-        _case(shape, dtype, "relu", False, way=way)
+        case_of(shape, dtype, "relu", False, way=way)
         for shape, dtype in ((_HELD[0], "float32"), (_HELD[1], "float16"))
         for way in spec.WAYS
     ),
     *(
-        _case(shape, "bfloat16", *variant, way=way)
+        case_of(shape, "bfloat16", *variant, way=way)
         for shape in _ON_CHIP
         for variant in _RELU
         for way in (spec.TWO, spec.GRID)
     ),
     *(
-        _case(shape, "bfloat16", "relu", True, way=way, forked=True)
+        case_of(shape, "bfloat16", "relu", True, way=way, forked=True)
         for shape in _SMALL_BLOCK_ENDS
         for way in (spec.TWO, spec.GRID)
     ),
-    *(_frozen_case(_LARGE, "bfloat16", *variant, wanted) for variant in _RELU for wanted in (True, False)),
-    *(_case(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
-    *(_case(shape, "bfloat16", "relu", True, forked=True) for shape in (*_BLOCK_ENDS, *_SMALL_BLOCK_ENDS)),
-    *(_case(_BLOCK_ENDS[0], dtype, "relu", True, forked=True) for dtype in ("float16", "float32")),
+    *(frozen_case_of(_LARGE, "bfloat16", *variant, wanted) for variant in _RELU for wanted in (True, False)),
+    *(case_of(_LARGE, "bfloat16", "relu", False, without=what) for what in (spec.NO_AFFINE, spec.NO_STATISTICS)),
+    *(case_of(shape, "bfloat16", "relu", True, forked=True) for shape in (*_BLOCK_ENDS, *_SMALL_BLOCK_ENDS)),
+    *(case_of(_BLOCK_ENDS[0], dtype, "relu", True, forked=True) for dtype in ("float16", "float32")),
     *(
-        _case(shape, "bfloat16", activation, False, forked=True)
+        case_of(shape, "bfloat16", activation, False, forked=True)
         for activation in ("relu", "leaky_relu", "silu")
         for shape in _BLOCK_ENDS[1:3]
     ),
     *(
-        _case(shape, "bfloat16", "none", residual, forked=forked)
+        case_of(shape, "bfloat16", "none", residual, forked=forked)
         for shape in _BOTTLENECKS
         for residual, forked in ((True, False), (True, True), (False, True))
     ),
@@ -293,31 +293,31 @@ _IN_TURN = tuple(
 # emulated: of what the sources in one launch, and frozen, share with these there is less.
 VERIFICATION = (
     *(
-        _case(_ODD[(i + second) % len(_ODD)], dtype, *variant, way=spec.TWO)
+        case_of(_ODD[(i + second) % len(_ODD)], dtype, *variant, way=spec.TWO)
         for i, (variant, dtype) in _EACH
         for second in (0, 2)
     ),
-    *(_case(*one, way=spec.CLUSTER) for one in _IN_TURN),
-    *(_case(*one, way=spec.GRID) for one in _IN_TURN[::2]),
-    *(_frozen_case(*one, i % 2 == 0) for i, one in enumerate(_IN_TURN)),
-    _frozen_case(_ODD[1], "bfloat16", "relu", True, True),
-    _frozen_case(_ODD[2], "bfloat16", "relu", False, True),
-    _frozen_case(_ODD[3], "float16", "silu", False, True),
+    *(case_of(*one, way=spec.CLUSTER) for one in _IN_TURN),
+    *(case_of(*one, way=spec.GRID) for one in _IN_TURN[::2]),
+    *(frozen_case_of(*one, i % 2 == 0) for i, one in enumerate(_IN_TURN)),
+    frozen_case_of(_ODD[1], "bfloat16", "relu", True, True),
+    frozen_case_of(_ODD[2], "bfloat16", "relu", False, True),
+    frozen_case_of(_ODD[3], "float16", "silu", False, True),
     # Of two rows next to nothing of a gradient is left, and what g is rounded by behind its sums (two gradients) is as much.
     *(
-        _case(shape if shape != _ODD[4] else _ODD[1], dtype, act, residual, way=spec.WAYS[i % 3], forked=True)
+        case_of(shape if shape != _ODD[4] else _ODD[1], dtype, act, residual, way=spec.WAYS[i % 3], forked=True)
         for i, (shape, dtype, act, residual) in enumerate(_IN_TURN)
     ),
-    *(_case(_ODD[i], "bfloat16", "relu", True, way=way, forked=True) for i, way in enumerate(spec.WAYS)),
-    _case(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, way=spec.TWO),
-    _case((3, 200, 9, 7), "bfloat16", "relu", True, way=spec.TWO),  # a row of 25 vectors whole
+    *(case_of(_ODD[i], "bfloat16", "relu", True, way=way, forked=True) for i, way in enumerate(spec.WAYS)),
+    case_of(_ODD[1], "bfloat16", "relu", True, without=spec.NO_AFFINE, way=spec.TWO),
+    case_of((3, 200, 9, 7), "bfloat16", "relu", True, way=spec.TWO),  # a row of 25 vectors whole
     *(  # two, four and eight rows for one; of fp32 two and four, or it is whole vectors
-        _case(shape, dtype, *_VARIANTS[(3 * i + j) % len(_VARIANTS)])
+        case_of(shape, dtype, *_VARIANTS[(3 * i + j) % len(_VARIANTS)])
         for i, shape in enumerate(((3, 36, 8, 7), (4, 58, 6, 5), (8, 27, 5, 3), (8, 1, 2, 1), (2, 522, 4, 2)))
         for j, dtype in enumerate(storage.STORAGE)
     ),
-    _case((8, 11, 3, 3), "bfloat16", "relu", True),
-    _case((8, 11, 3, 3), "float32", "silu", False, without=spec.NO_AFFINE),
-    _case((8, 11, 3, 3), "float16", "none", False, without=spec.NO_STATISTICS),
-    _case(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, way=spec.TWO),
+    case_of((8, 11, 3, 3), "bfloat16", "relu", True),
+    case_of((8, 11, 3, 3), "float32", "silu", False, without=spec.NO_AFFINE),
+    case_of((8, 11, 3, 3), "float16", "none", False, without=spec.NO_STATISTICS),
+    case_of(_ODD[1], "float32", "relu", False, without=spec.NO_STATISTICS, way=spec.TWO),
 )

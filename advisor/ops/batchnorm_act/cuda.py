@@ -273,7 +273,7 @@ def statistics(x: torch.Tensor, norm: Norm, residual: bool, moments: torch.Tenso
 
 
 @lru_cache(maxsize=4096)
-def _merge(source: str, parts: int, channels: int, rows: tuple[int, ...], device: int) -> Launch:
+def merge_launch(source: str, parts: int, channels: int, rows: tuple[int, ...], device: int) -> Launch:
     """The launch that merges moments, or the sums of a gradient over so many `rows`."""
     blocks, sizes = -(-channels // spec.MOMENTS_CHANNELS), (parts, channels, *rows)
     return launch(source, spec.moments_defines(), device, blocks, spec.MOMENTS_THREADS, sizes)
@@ -291,7 +291,7 @@ def merge_moments(
     Writes mean and inverse standard deviation to `saved`, and the new running statistics to the addresses `updated`; `running` are
     those of the old ones.
     """
-    plan = _merge(spec.MOMENTS, moments.shape[0], moments.shape[2], (), moments.device.index or 0)
+    plan = merge_launch(spec.MOMENTS, moments.shape[0], moments.shape[2], (), moments.device.index or 0)
     plan.run(moments, saved, *running, *updated, behind=(norm.momentum, norm.eps))
 
 
@@ -370,7 +370,7 @@ def backward_of_sums(
     n, channels, h, w = x.shape
     dx = torch.empty_like(x)
     dweight, dbias, coefficients = torch.empty_like(weight), torch.empty_like(weight), weight.new_empty(2, channels)
-    merge = _merge(spec.GRADIENT_SUMS, sums.shape[0], channels, (n * h * w,), x.device.index or 0)
+    merge = merge_launch(spec.GRADIENT_SUMS, sums.shape[0], channels, (n * h * w,), x.device.index or 0)
     merge.run(sums, saved, coefficients, dweight, dbias)
     # Any variant whose first launch leaves g: its second one knows no activation.
     _, apply = _launches(BACKWARD, x, "relu", True)

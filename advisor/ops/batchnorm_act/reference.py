@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": F.relu,
     "relu6": F.relu6,
     "silu": F.silu,
@@ -26,7 +26,7 @@ def activate(z: torch.Tensor, activation: str, slope: float) -> torch.Tensor:
         return F.gelu(z)
     if activation == "gelu_tanh":
         return F.gelu(z, approximate="tanh")
-    result: torch.Tensor = _ACTIVATIONS[activation](z)
+    result: torch.Tensor = ACTIVATIONS[activation](z)
     return result
 
 

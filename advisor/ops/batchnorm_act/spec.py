@@ -557,7 +557,7 @@ def launch(
                 found is not None
                 and found.again
                 and not way
-                and not _streaming_wins(found, nbytes, residual=residual, backward=backward, arch=arch)
+                and not streaming_wins(found, nbytes, residual=residual, backward=backward, arch=arch)
             ):
                 found = None
         if found is not None:
@@ -565,7 +565,7 @@ def launch(
     return (BACKWARD if backward else FORWARD), None
 
 
-def _streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
+def streaming_wins(shape: Grid, nbytes: int, *, residual: bool, backward: bool, arch: int) -> bool:
     """Whether one launch that reads some rows twice was measured to be faster than two, within GRID_MOST_BYTES."""
     if not architectures.of(arch).streams:
         return False

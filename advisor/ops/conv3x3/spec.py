@@ -44,7 +44,7 @@ MAX_OFFSET = 2**31 - 1  # of values inside an image
 WEIGHT_CHANNELS = (32, 128)  # multiples of the one up to the other: past that cuDNN's is as fast, or faster
 # Of the weight's gradient: its blocks' sums, which are gone before the input's gradient is made, may take as much memory as that does
 # and some more, which PyTorch's own needs for its workspace and its weight in half precision.
-_SMS, _ROOM = architectures.MEASURED.sms, 1.15
+_SMS, ROOM = architectures.MEASURED.sms, 1.15
 
 
 class Conv3x3(NamedTuple):
@@ -130,9 +130,7 @@ def room(call: Conv3x3) -> str:
         weight_plan(call, _SMS).left_bytes,
         2 * call.batch * call.groups * call.inputs * call.height * call.width,
     )
-    return (
-        f"sums of {left / 1e6:.0f} MB beside a gradient of {gradient / 1e6:.0f} MB" if left > _ROOM * gradient else ""
-    )
+    return f"sums of {left / 1e6:.0f} MB beside a gradient of {gradient / 1e6:.0f} MB" if left > ROOM * gradient else ""
 
 
 @lru_cache(maxsize=4096)

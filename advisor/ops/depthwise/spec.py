@@ -525,7 +525,7 @@ def _ring_variants(source: str) -> tuple[dict[str, int], ...]:
     """Each strip in bf16 and fp32, fp16 once; the calls of networks' channel counts."""
     backward = source == BACKWARD
     found = []
-    for (kernel, stride, wide), rings in (_BACKWARD if backward else _STRIPS).items():
+    for (kernel, stride, wide), rings in (BACKWARD_RINGS if backward else STRIP_RINGS).items():
         sized = call((64, 192, 56, 56), kernel, stride, (kernel // 2, kernel // 2), 1)
         for dtype in ("float32",) if wide else ("bfloat16", "float16") if (kernel, stride) == (3, 1) else ("bfloat16",):
             for ring in rings:
@@ -676,7 +676,7 @@ class Ring:
 
 # By (k, stride, fp32 storage): the first whose channels divide the call's and whose rows are wide enough. An H200 chose among those
 # of docs/notes/kernels/convolutions-depthwise.md (bf16, batch 256); as many blocks an SM as leave registers enough that nothing is spilled on sm_80 and sm_90.
-_STRIPS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
+STRIP_RINGS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
     (3, 1, False): (Ring(4, 4, 4, 2, threads=192, tile=160, least=8), Ring(7, 2, 4, 4)),
     (3, 2, False): (Ring(2, 4, 3, 4), Ring(4, 2, 3, 4)),
     (5, 1, False): (Ring(14, 2, 3, 2, fixed=True, least=8), Ring(7, 2, 4, 3, fixed=True)),
@@ -689,7 +689,7 @@ _STRIPS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
     (7, 1, True): (Ring(4, 2, 3, 2, tile=64, fixed=True),),
 }
 # Not k3 s2 in fp32: two kernels take 0.89 ms there for 96 x 112 x 112, one 0.96.
-_BACKWARD: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
+BACKWARD_RINGS: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
     (3, 1, False): (Ring(4, 4, 4, 2, tile=64, least=15), Ring(7, 2, 3, 3, tile=64)),
     (3, 2, False): (Ring(7, 2, 2, 2, tile=64, least=28), Ring(2, 4, 3, 3, tile=64), Ring(4, 2, 3, 3, tile=64)),
     (5, 1, False): (Ring(4, 2, 4, 2, tile=64, fixed=True),),
@@ -702,7 +702,7 @@ _BACKWARD: dict[tuple[int, int, bool], tuple[Ring, ...]] = {
 
 def ringed(call: DepthwiseConv, dtype: str, kind: str) -> bool:
     """Whether STRIPS takes the "forward" (or, with stride 1, the data gradient alone), or BACKWARD all gradients of this call."""
-    table = _BACKWARD if kind == "backward" else _STRIPS
+    table = BACKWARD_RINGS if kind == "backward" else STRIP_RINGS
     return (
         (call.kernel, call.stride, dtype == "float32") in table
         and call.dilation == 1
@@ -712,13 +712,13 @@ def ringed(call: DepthwiseConv, dtype: str, kind: str) -> bool:
 
 def strips_ring(call: DepthwiseConv, dtype: str) -> Ring:
     """For STRIPS."""
-    return _ring(_STRIPS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
+    return _ring(STRIP_RINGS[call.kernel, call.stride, dtype == "float32"], call.out_width, call, dtype, backward=False)
 
 
 def backward_ring(call: DepthwiseConv, dtype: str) -> Ring:
     """For BACKWARD."""
     columns = -(-call.width // call.stride)
-    return _ring(_BACKWARD[call.kernel, call.stride, dtype == "float32"], columns, call, dtype, backward=True)
+    return _ring(BACKWARD_RINGS[call.kernel, call.stride, dtype == "float32"], columns, call, dtype, backward=True)
 
 
 def _ring(rings: tuple[Ring, ...], columns: int, call: DepthwiseConv, dtype: str, *, backward: bool) -> Ring:

@@ -146,7 +146,7 @@ def copied(call: FirstConv, *, dtype: str, compute: str, dense: bool) -> bool:
 # ---- tiles
 
 
-def _pitch(call: FirstConv, columns: int) -> int:
+def pitch(call: FirstConv, columns: int) -> int:
     """Values of a row of pixels in shared memory, as kernels/include/first_conv.cuh lays it out."""
     pixel = 4 if call.stride % 2 else 3
     before = call.padding[1] * pixel
@@ -160,7 +160,7 @@ def tile(call: FirstConv) -> tuple[int, int]:
     As even as can be, and two tiles' pixels fit in shared memory.
     """
     columns = _ceil(_ceil(call.out_width, _ceil(call.out_width, MAX_COLUMNS)), 16) * 16
-    fitting = SHARED_BYTES // (2 * 2 * _pitch(call, columns))  # rows of pixels
+    fitting = SHARED_BYTES // (2 * 2 * pitch(call, columns))  # rows of pixels
     rows = max(1, min(TILE // columns, (fitting - 1 - call.kernel) // call.stride + 1, call.out_height))
     return _ceil(call.out_height, _ceil(call.out_height, rows)), columns
 

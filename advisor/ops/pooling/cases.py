@@ -97,7 +97,8 @@ def _bias_steady(x: torch.Tensor, bias: torch.Tensor, *window: Any) -> torch.Ten
     return largest.abs() >= 0.05
 
 
-def _bias_max(shape: tuple[int, ...], window: PoolWindow, dtype: str) -> Case:
+def bias_max_case(shape: tuple[int, ...], window: PoolWindow, dtype: str) -> Case:
+    """Max-pooling behind a bias and ReLU."""
     inputs, outputs = _elements(shape, window)
     forward, backward = spec.bytes_max(inputs=inputs, outputs=outputs, itemsize=getattr(torch, dtype).itemsize)
     return Case(
@@ -170,8 +171,8 @@ _ALEXNET = ((128, 64, 55, 55), PoolWindow(kernel=(3, 3), stride=(2, 2)))
 
 BENCHMARK = (
     *(_max(shape, window, "bfloat16") for shape, window in _MAX),
-    *(_bias_max(shape, window, "bfloat16") for shape, window in (*_VGG, _ALEXNET)),
-    *(_bias_max(*_VGG[1], dtype) for dtype in ("float16", "float32")),
+    *(bias_max_case(shape, window, "bfloat16") for shape, window in (*_VGG, _ALEXNET)),
+    *(bias_max_case(*_VGG[1], dtype) for dtype in ("float16", "float32")),
     *(_avg(shape, window, "bfloat16") for shape, window in _AVG),
     *(_global(shape, "bfloat16") for shape in _GLOBAL),
     *(_max(*_MAX[0], dtype) for dtype in _OTHERS),
@@ -186,9 +187,9 @@ VERIFICATION = (
     _max((1, 72, 9, 7), K3S1, "bfloat16"),
     _max((2, 264, 7, 6), _WIDE, "bfloat16"),
     _max((2, 16, 8, 11), _SPARSE, "bfloat16"),
-    _bias_max((2, 264, 7, 6), _WIDE, "bfloat16"),
-    _bias_max((2, 16, 8, 11), _SPARSE, "bfloat16"),
-    _bias_max((3, 520, 9, 5), K2S2, "bfloat16"),
+    bias_max_case((2, 264, 7, 6), _WIDE, "bfloat16"),
+    bias_max_case((2, 16, 8, 11), _SPARSE, "bfloat16"),
+    bias_max_case((3, 520, 9, 5), K2S2, "bfloat16"),
     _avg((1, 72, 9, 7), K3S1, "bfloat16", divisor=7),
     _avg((2, 264, 6, 8), _WIDE._replace(dilation=(1, 1)), "bfloat16"),
     _global((3, 1032, 1, 1), "bfloat16"),
@@ -198,7 +199,7 @@ VERIFICATION = (
         for dtype in storage.STORAGE
         for case in (
             _max((2, 24, 13, 11), K3S2, dtype),
-            _bias_max((2, 24, 13, 11), K3S2, dtype),
+            bias_max_case((2, 24, 13, 11), K3S2, dtype),
             _avg((2, 24, 13, 11), K3S2, dtype, include=False),
             _global((2, 24, 13, 11), dtype),
         )

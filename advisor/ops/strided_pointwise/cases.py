@@ -9,7 +9,8 @@ from advisor.ops.family import Case, Work
 from advisor.ops.strided_pointwise import api, reference, spec
 
 
-def _case(shape: tuple[int, ...], outputs: int, dtype: str = "bfloat16") -> Case:
+def case_of(shape: tuple[int, ...], outputs: int, dtype: str = "bfloat16") -> Case:
+    """A convolution of x of this shape to so many channels."""
     call = spec.call(shape, outputs)
     nbytes, flops = spec.bytes_moved(call, 2), spec.flops(call)
     return case(
@@ -28,17 +29,17 @@ def _case(shape: tuple[int, ...], outputs: int, dtype: str = "bfloat16") -> Case
 
 
 BENCHMARK = (
-    *(_case((n, inputs, side, side), outputs) for n, inputs, outputs, side in spec.TRAINED),
-    *(_case((n, inputs, side, side), outputs, "float16") for n, inputs, outputs, side in spec.TRAINED[:1]),
+    *(case_of((n, inputs, side, side), outputs) for n, inputs, outputs, side in spec.TRAINED),
+    *(case_of((n, inputs, side, side), outputs, "float16") for n, inputs, outputs, side in spec.TRAINED[:1]),
 )
 # One to a few pixels, odd sizes, one image, channels that fill no chunk and no block, several chunks and blocks across.
 VERIFICATION = (
-    _case((1, 8, 1, 1), 8),
-    _case((2, 64, 3, 2), 64, "float16"),
-    _case((3, 64, 9, 13), 128),
-    _case((1, 24, 8, 33), 72),
-    _case((2, 136, 7, 9), 40, "float16"),
-    _case((5, 320, 6, 5), 200),
-    _case((1, 64, 10, 64), 272),
-    _case((2, 512, 4, 7), 64),
+    case_of((1, 8, 1, 1), 8),
+    case_of((2, 64, 3, 2), 64, "float16"),
+    case_of((3, 64, 9, 13), 128),
+    case_of((1, 24, 8, 33), 72),
+    case_of((2, 136, 7, 9), 40, "float16"),
+    case_of((5, 320, 6, 5), 200),
+    case_of((1, 64, 10, 64), 272),
+    case_of((2, 512, 4, 7), 64),
 )

@@ -50,7 +50,7 @@ def _eager(x: torch.Tensor, *skip: torch.Tensor, call: _Call) -> torch.Tensor:
     return torch.cat([*skip, y], 1) if skip else y
 
 
-def _case(
+def case_of(
     shape: tuple[int, ...],
     dtype: str,
     mode: str = "bilinear",
@@ -91,19 +91,19 @@ def _case(
 
 
 BENCHMARK = (
-    *(_case(shape, "bfloat16", align=True, skip=skip) for shape, skip in _UNET),
-    *(_case(shape, "bfloat16", align=align) for shape, _ in _UNET[2:] for align in (False, True)),
-    *(_case(shape, "bfloat16", "nearest", skip=skip) for shape, skip in _UNET[2:]),
-    *(_case(shape, "bfloat16", "nearest") for shape, _ in _UNET[2:]),
-    *(_case(_UNET[3][0], dtype, align=True, skip=_UNET[3][1]) for dtype in ("float16", "float32")),
+    *(case_of(shape, "bfloat16", align=True, skip=skip) for shape, skip in _UNET),
+    *(case_of(shape, "bfloat16", align=align) for shape, _ in _UNET[2:] for align in (False, True)),
+    *(case_of(shape, "bfloat16", "nearest", skip=skip) for shape, skip in _UNET[2:]),
+    *(case_of(shape, "bfloat16", "nearest") for shape, _ in _UNET[2:]),
+    *(case_of(_UNET[3][0], dtype, align=True, skip=_UNET[3][1]) for dtype in ("float16", "float32")),
 )
 # Every variant in bf16, every kernel in every dtype. They run emulated in the tests too, where each variant is compiled.
 VERIFICATION = (
-    _case((1, 264, 3, 2), "bfloat16", align=True),
-    _case((3, 16, 1, 1), "bfloat16", skip=8),
-    _case((2, 16, 9, 13), "bfloat16", size=(4, 5)),
-    _case((2, 16, 4, 5), "bfloat16", factors=(2.5, 3.0)),
-    _case((2, 16, 5, 3), "bfloat16", "nearest", skip=8),
-    _case((2, 16, 5, 4), "bfloat16", "nearest-exact", size=(13, 9)),
-    *(_case((2, 24, 11, 7), dtype, skip=16) for dtype in storage.STORAGE),
+    case_of((1, 264, 3, 2), "bfloat16", align=True),
+    case_of((3, 16, 1, 1), "bfloat16", skip=8),
+    case_of((2, 16, 9, 13), "bfloat16", size=(4, 5)),
+    case_of((2, 16, 4, 5), "bfloat16", factors=(2.5, 3.0)),
+    case_of((2, 16, 5, 3), "bfloat16", "nearest", skip=8),
+    case_of((2, 16, 5, 4), "bfloat16", "nearest-exact", size=(13, 9)),
+    *(case_of((2, 24, 11, 7), dtype, skip=16) for dtype in storage.STORAGE),
 )

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch._C._profiler import _RecordFunctionFast
+from torch._C._profiler import _RecordFunctionFast as RecordFunctionFast
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
@@ -64,7 +64,7 @@ _WRAPPERS = re.compile(r"^((module|_orig_mod|_fsdp_wrapped_module)(\.|$))+")
 
 def step_marker(index: int) -> None:
     """Leave the mark `advisor:step:<index>` in the trace, so that a step's bounds are on the trace's own clock."""
-    with _RecordFunctionFast(f"{STEP}{index}"):
+    with RecordFunctionFast(f"{STEP}{index}"):
         pass
 
 
@@ -103,7 +103,7 @@ class Annotator:
         self._original: Callable[..., Any] | None = None
         self._patched: Callable[..., Any] | None = None
         self._mode: _LineMode | None = None
-        self._optimizer: _RecordFunctionFast | None = None
+        self._optimizer: RecordFunctionFast | None = None
         self._waits: list[tuple[Any, str, Any, Any]] = []  # owner, attribute, original, ours
         self._ranges: list[Any] = []  # torch's and the script's own, opened since `start`
         self._training = training
@@ -157,7 +157,7 @@ class Annotator:
         self._waits.clear()
         self._cupy.stop()
 
-    def open_module(self, module: torch.nn.Module) -> _RecordFunctionFast | None:
+    def open_module(self, module: torch.nn.Module) -> RecordFunctionFast | None:
         """An open range named after the module, or None. Never raises."""
         if not self._active:
             return None
@@ -182,7 +182,7 @@ class Annotator:
         found: int = getattr(self._running, "modules", 0)
         return found
 
-    def close_module(self, scope: _RecordFunctionFast) -> None:
+    def close_module(self, scope: RecordFunctionFast) -> None:
         """The module whose range this is has returned."""
         self._running.modules -= 1
         scope.__exit__(None, None, None)
@@ -222,7 +222,7 @@ class Annotator:
             for record in reversed(ranges):
                 torch.ops.profiler._record_function_exit._RecordFunction(record)
 
-    def open_line(self) -> _RecordFunctionFast | None:
+    def open_line(self) -> RecordFunctionFast | None:
         """An open range named after the line outside torch, or None. Never raises."""
         if not self._active:
             return None
@@ -318,8 +318,8 @@ class _LineMode(TorchFunctionMode):
                 scope.__exit__(None, None, None)
 
 
-def open_range(name: str) -> _RecordFunctionFast:
-    scope = _RecordFunctionFast(name)
+def open_range(name: str) -> RecordFunctionFast:
+    scope = RecordFunctionFast(name)
     scope.__enter__()
     return scope
 

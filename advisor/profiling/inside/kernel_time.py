@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch._C._autograd import _profiler_enabled
+from torch._C._autograd import _profiler_enabled as profiler_enabled
 from torch.autograd import profiler as autograd_profiler
 
 from advisor.profiling.inside import kinetosession, rawevents
@@ -40,7 +40,7 @@ class KernelTime:
 
     def start(self) -> bool:
         """Whether anything is recorded from here on: not without a GPU, or beside a profiler of the script's own."""
-        if self._device.type != "cuda" or _profiler_enabled() or kinetosession.script_profiles():
+        if self._device.type != "cuda" or profiler_enabled() or kinetosession.script_profiles():
             self.why = "another profiler runs" if self._device.type == "cuda" else "no GPU"
             return False
         try:
@@ -67,7 +67,7 @@ class KernelTime:
         if self._profile is None:
             return ()
         self._profile.entered, self._profile = False, None
-        if not _profiler_enabled() or threading.current_thread() is not self._thread:
+        if not profiler_enabled() or threading.current_thread() is not self._thread:
             self.why = "the profiler was ended by another, or the script now trains in another thread"
             return ()
         torch.cuda.synchronize(self._device)

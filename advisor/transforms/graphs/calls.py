@@ -83,7 +83,9 @@ class GraphedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, sending = self.module(), self.layer.sending
         plain = self.inner if sending is None else functools.partial(sending.eagerly, self.inner)
-        if _paused or module is None or torch.compiler.is_compiling():  # Dynamo traces what lies around it, through it
+        if (
+            paused_now or module is None or torch.compiler.is_compiling()
+        ):  # Dynamo traces what lies around it, through it
             return plain(*args, **kwargs)
         if not module.training or not torch.is_grad_enabled():
             self.eager["it is called in evaluation mode or without gradients"] += 1
@@ -319,15 +321,15 @@ def told(error: BaseException) -> str:
     return f"{text} ({line})" if line and line not in text else text
 
 
-_paused = False
+paused_now = False
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Forwards run eagerly meanwhile, captured or not: a trace then shows the operators, which a replay hides."""
-    global _paused
-    before, _paused = _paused, True
+    global paused_now
+    before, paused_now = paused_now, True
     try:
         yield
     finally:
-        _paused = before
+        paused_now = before

@@ -278,7 +278,7 @@ def test_behind_captured_graphs_the_inputs_are_seen_in_an_eager_forward() -> Non
 
     def replays(inner, module):
         def forward(*args):
-            paused.append(calls._paused)
+            paused.append(calls.paused_now)
             return inner(*args)
 
         return forward

@@ -29,7 +29,7 @@ def enabled(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     advisor.disable()
     assert not _global_optimizer_post_hooks
-    assert not ForwardStack._installed
+    assert not ForwardStack.installed
 
 
 class Net(nn.Sequential):

@@ -71,7 +71,7 @@ def test_an_optimizers_range_is_open_in_its_update_only(monkeypatch) -> None:
         def __exit__(self, *_):
             closed.append(opened[-1])
 
-    monkeypatch.setattr(annotate, "_RecordFunctionFast", Range)
+    monkeypatch.setattr(annotate, "RecordFunctionFast", Range)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     annotator = Annotator()
     annotator.start()
@@ -209,7 +209,7 @@ def test_a_closure_runs_inside_a_range_of_its_own_while_a_window_is_open(monkeyp
         given = updates.annotated_closure(args, kwargs)
         assert given is not None
         assert given[0][0] is optimizer
-        monkeypatch.setattr(updates, "_RecordFunctionFast", Range)
+        monkeypatch.setattr(updates, "RecordFunctionFast", Range)
         assert updates.closure_of(*given)() == 7
     finally:
         annotator.stop()

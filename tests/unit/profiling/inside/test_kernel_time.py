@@ -43,7 +43,7 @@ def test_each_steps_kernels_are_told_and_those_of_other_devices_and_copies_are_n
     monkeypatch.setattr(kernel_time.torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(kernel_time.time, "time_ns", lambda: next(clock))
     running = iter((False, True))
-    monkeypatch.setattr(kernel_time, "_profiler_enabled", lambda: next(running))
+    monkeypatch.setattr(kernel_time, "profiler_enabled", lambda: next(running))
     monkeypatch.setattr(kinetosession, "script_profiles", lambda: False)
     monkeypatch.setattr(kinetosession, "teardown", lambda wanted: None)
     monkeypatch.setattr(rawevents, "activity_of", lambda kind: lambda found: found.activity)
