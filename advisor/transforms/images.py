@@ -200,4 +200,23 @@ def moved_batch(
     return api.normalise(pixels, images.table.on(pixels.device), dtype, wanted)
 
 
-_ANSWERS: dict[str, Callable[..., Any]] = {"to": _to, "cuda": _cuda, "pin_memory": _pinned, "is_pinned": _is_pinned}
+def _type(images: NormalisedImages, dtype: Any = None, non_blocking: bool = False) -> Any:
+    """`Tensor.type`, with a class of CUDA tensors."""
+    if not getattr(dtype, "is_cuda", False):
+        return NotImplemented
+    return _to(images, torch.device("cuda"), dtype.dtype, non_blocking=non_blocking)
+
+
+def _type_as(images: NormalisedImages, other: torch.Tensor) -> Any:
+    """`Tensor.type_as`."""
+    return _to(images, other.device, other.dtype)
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "cuda": _cuda,
+    "type": _type,
+    "type_as": _type_as,
+    "pin_memory": _pinned,
+    "is_pinned": _is_pinned,
+}

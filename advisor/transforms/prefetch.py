@@ -1,8 +1,9 @@
 """Copy the next batch to the GPU while the current one trains.
 
 One batch ahead, tensors of the next batch go through pinned memory to the GPU on a stream of their own, and a thread of their own
-where the loader does not pin them. The script still gets its batch on the host; when it then calls `.to(device)` or `.cuda()` on
-one of those very tensors, unchanged, it gets the copy that is there already. A tensor that it changed, sliced or converted first, took
+where the loader does not pin them. The script still gets its batch on the host; when it then calls `.to(device)`, `.cuda()`,
+`.type(torch.cuda.FloatTensor)` or `.type_as(there)` on one of those very tensors, unchanged, or copies it into a tensor of its own on the
+GPU (`there.copy_(batch)`), it gets the copy that is there already. A tensor that it changed, sliced or converted first, took
 as a NumPy array or wants a gradient of is copied as ever. Not seen is what is written past torch's own count of writes otherwise: through
 `.data`, DLPack, or an array whose memory the batch was made of. A search finds that only where the losses of its last runs tell.
 
@@ -88,8 +89,11 @@ class DevicePrefetch(Transform):
         with all_or_nothing() as undo:
             undo.push(ahead.stop)
             replace_attribute(undo, DataLoader, "_get_iterator", get_iterator)
-            replace_attribute(undo, torch.Tensor, "to", ahead.replacing_to(torch.Tensor.to))
-            replace_attribute(undo, torch.Tensor, "cuda", ahead.replacing_cuda(torch.Tensor.cuda))
+            replace_attribute(undo, torch.Tensor, "to", ahead.replacing(torch.Tensor.to, target_of))
+            replace_attribute(undo, torch.Tensor, "cuda", ahead.replacing(torch.Tensor.cuda, _cuda))
+            replace_attribute(undo, torch.Tensor, "type", ahead.replacing(torch.Tensor.type, _typed))
+            replace_attribute(undo, torch.Tensor, "type_as", ahead.replacing(torch.Tensor.type_as, target_of))
+            replace_attribute(undo, torch.Tensor, "copy_", ahead.replacing_copy(torch.Tensor.copy_))
             replace_attribute(undo, torch.Tensor, "numpy", ahead.replacing_numpy(torch.Tensor.numpy))
             for iterator in _running_iterators(loaders):
                 ahead.look_ahead(iterator)
@@ -260,28 +264,29 @@ class _Ahead:
         counts["ahead"] += 1
         return ready
 
-    def replacing_to(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def replacing(self, plain: Callable[..., Any], target: Callable[..., torch.device | None]) -> Callable[..., Any]:
+        """In place of a method that moves its tensor to `target(args, kwargs)`."""
+
         @functools.wraps(plain)
-        def to(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def moved(self_: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if id(self_) in self.current:
-                ready = self._claim(self_, target_of(args, kwargs))
+                ready = self._claim(self_, target(args, kwargs))
                 if ready is not None:
                     self_ = ready  # further conversions go on from the copy
             return plain(self_, *args, **kwargs)
 
-        return to
+        return moved
 
-    def replacing_cuda(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def replacing_copy(self, plain: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         @functools.wraps(plain)
-        def cuda(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-            if id(self_) in self.current:
-                device = args[0] if args else kwargs.get("device")
-                ready = self._claim(self_, torch.device("cuda", device) if isinstance(device, int) else _cuda(device))
+        def copy_(self_: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            if args and id(args[0]) in self.current:
+                ready = self._claim(args[0], self_.device)
                 if ready is not None:
-                    self_ = ready
+                    args = (ready, *args[1:])
             return plain(self_, *args, **kwargs)
 
-        return cuda
+        return copy_
 
     def replacing_numpy(self, plain: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(plain)
@@ -307,8 +312,18 @@ def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr() if type(tensor) is torch.Tensor else id(tensor)
 
 
-def _cuda(device: Any) -> torch.device:
-    return torch.device("cuda" if device is None else device)
+def _cuda(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device:
+    """The device that `Tensor.cuda` was asked for."""
+    device = args[0] if args else kwargs.get("device")
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device or "cuda")
+
+
+def _typed(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """The device that `Tensor.type` was asked for, by a class of tensors or its name; None for a dtype alone."""
+    wanted = args[0] if args else kwargs.get("dtype")
+    if isinstance(wanted, str):
+        return torch.device("cuda") if wanted.startswith("torch.cuda.") else None
+    return torch.device("cuda") if getattr(wanted, "is_cuda", False) else None
 
 
 def target_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:

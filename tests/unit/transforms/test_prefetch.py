@@ -78,6 +78,23 @@ def test_an_unchanged_batch_is_there_already_and_only_once(loop) -> None:
     assert prefetch.counts["ahead"] == 3
 
 
+def test_older_ways_to_the_gpu_find_the_copy_too(loop) -> None:
+    """`imgs.type(Tensor)` with `Tensor = torch.cuda.FloatTensor` (test_prefetch_gpu), and batches copied into a tensor that stays."""
+    DevicePrefetch().apply(loop.training, {})
+    iterator = iter(loop.training.loaders[0])
+    next(iterator)
+    x, y = next(iterator)
+    there = torch.empty(2, device=META)
+    assert ahead(x.type_as(there))
+    assert there.copy_(y) is there
+    assert prefetch.counts == {"ahead": 2, "on demand": 0}
+    x, _ = next(iterator)
+    host = torch.empty(2)
+    assert host.copy_(x).tolist() == [4.0, 5.0]  # a copy on the host is none
+    assert x.type(torch.float64).device.type == "cpu"
+    assert ahead(x.to("meta"))
+
+
 def test_a_changed_or_other_tensor_is_copied_as_ever(loop) -> None:
     DevicePrefetch().apply(loop.training, {})
     iterator = iter(loop.training.loaders[0])

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("move", ["to", "cuda"])
+@pytest.mark.parametrize("move", ["to", "cuda", "type", "copy"])
 def test_values_are_right_while_the_device_is_busy(workers: int, move: str) -> None:
     x = torch.randn(24, 3, 64, 64)
     loop = make_loop(device="cuda", steps=1)
@@ -28,7 +28,12 @@ def test_values_are_right_while_the_device_is_busy(workers: int, move: str) -> N
     for image, label in loop.training.loaders[0]:
         for _ in range(3):
             busy = busy @ busy / 64
-        image = image.to("cuda", non_blocking=True) if move == "to" else image.cuda()
+        if move == "to":
+            image = image.to("cuda", non_blocking=True)
+        elif move == "type":
+            image = image.type(torch.cuda.FloatTensor)
+        else:
+            image = image.cuda() if move == "cuda" else torch.empty_like(image, device="cuda").copy_(image)
         label = label.cuda(non_blocking=True)
         sums.append((image.double().sum(), label.clone()))
         assert image.device.type == label.device.type == "cuda"
