@@ -31,6 +31,7 @@ class Start:
     begun: int = 0  # draws from all of them before its own first, and up to its latest
     latest: int = 0
     again: bool = False  # it stands in a loop of the script
+    length: int = 0  # batches that its loader tells; 0: none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,6 @@ class Epochs:
         self._numbers = itertools.count()
         self._count = 0
         self._draws = 0
-        self._length = 0  # of the latest loader that tells its own
 
     @property
     def begun(self) -> int:
@@ -88,7 +88,7 @@ class Epochs:
         self._starts.append(start)
         self._count += 1
         if loader is not None:
-            self._length = _length(loader)
+            start.length = _length(loader)
         return start.made_ns
 
     def ended(self, iterator: Any, nanoseconds: int) -> None:
@@ -108,9 +108,22 @@ class Epochs:
             other.data == start.data != 0 and other.begun > start.latest for other in self._starts
         )
 
+    def _beside(self, start: Start) -> bool:
+        """A few batches of another loader amid an epoch, which the script goes on with: images to show, no epoch of the training. One that
+        is drawn to its end is: a short loader that starts anew beside a longer one.
+        """
+        amid = any(
+            other.loader != start.loader
+            and other.begun < start.begun
+            and start.latest < other.latest
+            and 2 * start.batches < other.batches
+            for other in self._starts
+        )
+        return amid and not any(other.ended_ns for other in self._starts if other.loader == start.loader)
+
     def cost(self, usual_us: float) -> EpochCost:
         """What an epoch's start takes, beyond a batch as any other (`usual_us`)."""
-        starts = list(self._starts)
+        starts = [start for start in self._starts if not self._beside(start)]
         if not starts:
             return EpochCost()
         chosen = starts[1:] or starts
@@ -123,12 +136,12 @@ class Epochs:
         known = (
             [statistics.median(whole)]
             if whole
-            else [max(float(self._length), starts[-1].batches)]
-            if self._length
+            else [max(float(starts[-1].length), starts[-1].batches)]
+            if starts[-1].length
             else []
         )
         return EpochCost(
-            starts=self._count,
+            starts=self._count - (len(self._starts) - len(starts)),
             make_us=make_us,
             first_us=first_us,
             batches=known[0] if known else 0.0,

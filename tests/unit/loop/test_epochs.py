@@ -77,6 +77,30 @@ def test_epochs_that_the_script_leaves_early_are_as_long_as_it_makes_them() -> N
     assert epochs.cost(2_000.0).batches == 6.0
 
 
+def test_images_to_show_drawn_from_another_loader_are_no_epoch() -> None:
+    """CycleGAN: `next(iter(val_dataloader))` amid an epoch, before the model is told to evaluate."""
+    epochs, data, shown = Epochs(), loader(samples=80), loader(samples=16)
+    iterator = Iterated()
+    epochs.made(iterator, data, 100 * MS)
+    for batch in range(30):
+        epochs.drawn(iterator, data, (52 if batch == 0 else 2) * MS)
+        if batch % 10 == 0:
+            epoch(epochs, shown, made=900, first=800, batches=1, ended=None)
+    assert epochs.cost(2_000.0) == EpochCost(starts=1, make_us=100_000.0, first_us=50_000.0, batches=40.0, loaders=1)
+
+
+def test_a_short_loader_that_starts_anew_beside_a_longer_one_counts() -> None:
+    epochs, unlabelled, labelled = Epochs(), loader(samples=80), loader(samples=4)
+    iterator = Iterated()
+    epochs.made(iterator, unlabelled, 100 * MS)
+    for step in range(12):
+        epochs.drawn(iterator, unlabelled, 2 * MS)
+        if step % 2 == 0:
+            epoch(epochs, labelled, made=40, first=12, batches=2, ended=10)
+    found = epochs.cost(2_000.0)
+    assert (found.starts, found.loaders, found.make_us) == (7, 2, 50_000.0)
+
+
 def test_an_iterator_of_an_evaluation_is_no_start() -> None:
     epochs, data, other = Epochs(), loader(), loader()
     epoch(epochs, data, made=10, first=12, batches=4)
