@@ -18,7 +18,7 @@ import torch
 
 from advisor.core.errors import first_line
 from advisor.trials.numerics.distance import BATCH_ELEMENTS, rows
-from advisor.trials.numerics.plain import PlainStep
+from advisor.trials.numerics.plain import SEEDS, PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.rerun import BUFFER, PARAMETER, Rerun
 from advisor.trials.numerics.seen import Layer, Seen, inside, leaves, noting
@@ -53,6 +53,7 @@ _RANDOM, _RANDOM_FACTOR, _RANDOM_DRAWS = 0.1, 3.0, 4
 # The gradient that reaches the last layers may be off by this much: what stands behind them has no depth. Or by so many times what one rounding
 # of all that goes in moves it by, where that is little enough to see a fault beside it.
 _ARRIVES, _ARRIVES_FACTOR, _MOST_ARRIVES = 0.1, 4.0, 0.4
+_DRAWN_FACTOR = 2.0  # and by so many times what another seed's is
 _SCALED_PARAMETERS = 5
 _SCALED = 3  # powers of two from which on a difference is a loss scale
 # All together take no longer than this, or than so many steps: of a net whose steps take seconds a part is judged (RepLKNet-31B in fp32,
@@ -167,7 +168,25 @@ def arrived(plain: PlainStep, modules: dict[str, Layer], seen: Seen) -> tuple[fl
     moved = _gradients(plain, modules, names, jitter=EPSILON[plain.target_class], seed=1)
     usual = _largest([([t.float() for t in moved[name]], [t.float() for t in got[name]]) for name in names])
     last = min(range(len(names)), key=usual.__getitem__)  # scaled by a third, all are off by that
-    return 0.0 if errors[last] <= min(_MOST_ARRIVES, _ARRIVES_FACTOR * usual[last]) else far, lost
+    if errors[last] <= min(_MOST_ARRIVES, _ARRIVES_FACTOR * usual[last]):
+        return 0.0, lost
+    return 0.0 if plain.random and far <= _DRAWN_FACTOR * _drawn(plain, modules, names, got) else far, lost
+
+
+def _drawn(plain: PlainStep, modules: dict[str, Layer], names: list[str], got: dict[str, list[torch.Tensor]]) -> float:
+    """How far another seed takes what reaches the last layers: a loss inside of the model may draw its own target (a diffusion's noise), and
+    another layout draws other numbers. 0.0 where they hardly depend on it.
+    """
+    least = []
+    for seed in SEEDS[:_DRAWS]:
+        other = _gradients(plain, modules, names, reseed=seed)
+        pairs = [
+            ([t.float() for t in other[n]], [t.float() for t in got[n]])
+            for n in names
+            if [t.shape for t in other.get(n, ())] == [t.shape for t in got[n]]
+        ]
+        least.append(min(_largest(pairs), default=0.0))
+    return min(least) if min(least) > _ARRIVES else 0.0
 
 
 def _gradients(
