@@ -81,6 +81,7 @@ class Row:
         nhwc: what it puts in place runs on NHWC tensors alone: in a model that is in NCHW it is tried with channels_last, or not at all.
         part: what it is left out with where all that is recommended does not hold together; "" for what is not tried
             so. What the host does between the steps is never left out: it is right by itself, and seldom in the way.
+        bare: it looks at the forward as the script has it: in a plan it goes on before what captures that forward, which waits for it.
         cupy: it is for loops of CuPy alone, its code below advisor.cupy_loops; all others are for PyTorch's.
     """
 
@@ -102,7 +103,15 @@ class Row:
     together: Together = ""
     nhwc: bool = False
     part: Part = ""
+    bare: bool = False
     cupy: bool = False
+
+    @property
+    def captures(self) -> bool:
+        """Whether the forward runs as a captured or compiled graph with it."""
+        return not self.cupy and (
+            self.family or self.stage in (Stage.GRAPHS, Stage.CASTS, Stage.COMPILER, Stage.AUTOTUNING)
+        )
 
     @property
     def family(self) -> bool:

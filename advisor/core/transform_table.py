@@ -132,6 +132,7 @@ _ALL = (
         after=("amp_bf16", "amp_fp16"),
         needs_gpu=False,
         part="kernels",
+        bare=True,
     ),
     Row(
         id="prefetch",

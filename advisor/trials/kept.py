@@ -15,6 +15,7 @@ from weakref import WeakSet
 
 import torch
 
+from advisor.core import transform_table
 from advisor.core.errors import ExitCode
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.stderr import say
@@ -35,6 +36,17 @@ PATIENCE = 6
 # Optimizers that come within so many steps of a plan that stands, before they are no longer followed: some methods make one a task, and
 # each look again takes a few steps.
 HASTY_STEPS, MOST_HASTY = 50, 3
+
+
+# What looks at the forward as the script has it, and what captures that.
+_BARE, _CAPTURES = transform_table.having(lambda row: row.bare), transform_table.having(lambda row: row.captures)
+
+
+def _bare_first(items: Sequence[PlanItem]) -> list[PlanItem]:
+    """The items in their order, but that none which captures the forward stands before one that looks at it."""
+    last = max((i for i, item in enumerate(items) if item.transform in _BARE), default=-1)
+    early = [item for item in items[:last] if item.transform in _CAPTURES]
+    return [*(item for item in items[: last + 1] if item not in early), *early, *items[last + 1 :]]
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +73,7 @@ class KeptChanges:
     _boundaries: int = -1
 
     def __post_init__(self) -> None:
-        self._waiting = list(self.items)
+        self._waiting = _bare_first(self.items)
         for item in self.items:
             awaited = [other for other in self._waiting if other.transform in self._waits_for(item)]
             if awaited:
@@ -118,7 +130,8 @@ class KeptChanges:
         """Why it does not fit (yet); empty when it is on."""
         try:
             transform = self.find(item.transform)
-            awaited = [other.transform for other in self._waiting if other.transform in transform.waits_for]
+            waits_for = {*transform.waits_for, *(_BARE if item.transform in _CAPTURES else ())}
+            awaited = [other.transform for other in self._waiting if other.transform in waits_for]
             if awaited:
                 return f"it waits for {', '.join(awaited)}"
             # A change of how loaders are made must be on before there is a loader to match.

@@ -106,6 +106,19 @@ def test_cudnn_is_to_time_the_first_forward_that_another_change_runs() -> None:
     assert plan.matched_with_flag == {"amp_bf16": False, "channels_last": False, "conv_bias": True}
 
 
+@pytest.mark.parametrize("since", [1, 2, NEVER])
+def test_what_looks_at_the_plain_forward_is_on_before_what_captures_it(since: int) -> None:
+    """CycleGAN's plan: biases before instance norms were left out of each fresh run, "the model is compiled or captured already"."""
+    names = ("cuda_graphs", "channels_last", "fused_group_norm", "conv_bias", "compile")
+    plan = Beside(*names, cuda_graphs=0, channels_last=0, fused_group_norm=0, conv_bias=since, compile=0)
+    plan.settle()
+    behind = ["cuda_graphs", "fused_group_norm", "compile"]
+    assert [s.transform.id for s in plan.kept.standing] == [
+        "channels_last", *(["conv_bias"] if since != NEVER else []), *behind
+    ]  # fmt: skip
+    assert list(plan.kept.left_out) == (["conv_bias"] if since == NEVER else [])
+
+
 @pytest.mark.usefixtures("flag_off")
 @pytest.mark.parametrize("names", [("cudnn_benchmark",), ("cuda_graphs", "tf32", "cudnn_benchmark")])
 def test_the_plans_of_the_plain_first_steps_are_timed_where_they_stay(names: tuple[str, ...]) -> None:
