@@ -330,6 +330,9 @@ def error_ratios(
     holds, ratios = rerun.holds, {}
     for name, found in errors.items():
         usual = noisy[name]
+        if name == rerun.left_out and not bool(rerun.found()[name].any()):
+            ratios[name] = 0.0
+            continue
         if usual.error > _NOTHING and math.isfinite(found.error):
             # Of a bias that a norm cancels the gradient may be left out.
             gone = name.startswith(PARAMETER) and base[name].dim() > 1 and not bool(rerun.found()[name].any())

@@ -39,6 +39,14 @@ class Rerun:
         return any(child for child, _ in self.module.named_children() if child != "parametrizations")
 
     @property
+    def left_out(self) -> str:
+        """The gradient of a bias that the norm behind takes off again: zero with the change on, and a sum of what its own backward has
+        rounded in the plain step, which need not be near it (CycleGAN's first convolution in bf16, 65,536 pixels to a sum); "" for none.
+        """
+        bias = self.module._parameters.get("bias") if self.name in self.seen.biases and self._is_conv else None
+        return next((f"{PARAMETER} {place}" for place, own in enumerate(self.own) if own is bias), "")
+
+    @property
     def _is_conv(self) -> bool:
         return isinstance(self.module, torch.nn.modules.conv._ConvNd)
 
