@@ -16,7 +16,7 @@ from advisor.core.units import counted
 from advisor.core.verdict import Check
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.replay import untuned
-from advisor.trials.numerics import layers, operations
+from advisor.trials.numerics import arrival, layers, operations
 from advisor.trials.numerics.appeal import more_noise
 from advisor.trials.numerics.bounds import worst_ratio
 from advisor.trials.numerics.compared import TURNS, compare
@@ -200,14 +200,14 @@ def _with_room(
 def _looked_at(
     plain: PlainStep, modules: dict[str, torch.nn.Module], on: Callable[[], None], off: Callable[[], None]
 ) -> tuple[dict[str, layers.Told], Seen, float, list[str]]:
-    """What is told of each of these, what was seen of them, and what `layers.arrived` says; leaves the change on."""
+    """What is told of each of these, what was seen of them, and what `arrival.arrived` says; leaves the change on."""
     with bare(plain), untuned(), many_taps_in_nchw(plain.call.root.module):
         seen = observed(plain, modules, plain.lift)
     off()
     plain.saved.restore()
     with bare(plain), untuned():
         found = layers.judge(plain, modules, seen)
-        far, lost = layers.arrived(plain, modules, seen)
+        far, lost = arrival.arrived(plain, modules, seen)
     plain.saved.restore()
     on()
     return found, seen, far, lost

@@ -173,7 +173,7 @@ def test_what_is_smaller_as_a_whole_shows_where_noise_is_as_large() -> None:
     base = torch.randn(4096, generator=torch.Generator().manual_seed(0))
     noise = torch.randn(4096, generator=torch.Generator().manual_seed(1))
     name = "gradient of its input 0.0"
-    block: Any = SimpleNamespace(holds=True, plain=SimpleNamespace(target_class="half"))
+    block: Any = SimpleNamespace(holds=True, left_out="", plain=SimpleNamespace(target_class="half"))
     usual = layers.apart({name: base + 0.2 * noise}, {name: base})
 
     def told(found: torch.Tensor) -> float:
