@@ -31,7 +31,7 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float64: "fp64"}
 
 @dataclass(slots=True)
 class _Seen:
-    """The first call of a layer in the step."""
+    """The first call of a layer in the step. `wanted`: whether the step has the gradient of its input, and of its weight."""
 
     path: str
     module: Any
@@ -40,6 +40,7 @@ class _Seen:
     weight: torch.Tensor  # as it was in the forward: the step's end has updated it
     bias: torch.Tensor | None
     autocast: torch.dtype | None
+    wanted: tuple[bool, bool]
     dy: torch.Tensor | None = None
 
 
@@ -68,7 +69,8 @@ class Audit:
             autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
             bias = None if module.bias is None else module.bias.detach().clone()
             few_in, few_out = (tensor.detach()[:SAMPLES].clone() for tensor in (x, y))
-            seen = _Seen(path, module, few_in, few_out, module.weight.detach().clone(), bias, autocast)
+            wanted = x.requires_grad, module.weight.requires_grad  # neither of images, and of frozen layers
+            seen = _Seen(path, module, few_in, few_out, module.weight.detach().clone(), bias, autocast, wanted)
             self._seen[id(module)] = seen
             if y.requires_grad:
 
@@ -150,7 +152,8 @@ def _products(seen: _Seen, precision: str) -> dict[str, torch.Tensor | None]:
         y = F.linear(x, weight, bias) if isinstance(module, nn.Linear) else module._conv_forward(x, weight, bias)
         if seen.dy is None:
             return {FORWARD: y.detach(), DATA: None, WEIGHT: None}
-        dx, dweight = torch.autograd.grad(y, (x, weight), seen.dy.to(dtype))
+        made = torch.autograd.grad(y, (x, weight), seen.dy.to(dtype))
+    dx, dweight = (found if wanted else None for found, wanted in zip(made, seen.wanted, strict=True))
     return {FORWARD: y.detach(), DATA: dx, WEIGHT: dweight}
 
 

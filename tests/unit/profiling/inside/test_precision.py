@@ -43,13 +43,25 @@ def test_fp32_is_told_from_autocast_and_errors_are_of_the_step() -> None:
     ):
         record = audited(net(), autocast=autocast)
         assert not record.notes
-        assert [row.module for row in record.rows] == ["Sequential.0"] * 3 + ["Sequential.3"] * 3
+        assert [row.module for row in record.rows] == ["Sequential.0"] * 2 + ["Sequential.3"] * 3
         for row in record.rows:
             assert (row.ran, row.by) == (ran, by)
             assert row.error is not None
             assert least <= row.error <= most, row
             assert row.errors["fp32"] < row.errors["bf16"]
             assert "tf32" not in row.errors  # a CPU has none
+
+
+def test_products_that_the_step_does_not_make_have_no_row() -> None:
+    """The gradient of images, and of frozen weights."""
+    model = net()
+    model[3].weight.requires_grad_(False)
+    assert [(row.module, row.product) for row in audited(model, autocast=False).rows] == [
+        ("Sequential.0", "forward"),
+        ("Sequential.0", "weight gradient"),
+        ("Sequential.3", "forward"),
+        ("Sequential.3", "data gradient"),
+    ]
 
 
 def test_a_wrong_layer_would_be_seen() -> None:
