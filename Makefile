@@ -3,7 +3,7 @@
 # make test-long   those, of parameters' products all cases, and what measures this machine
 # make test-load   make test's ten times over, in random order, beside two busy processes
 #                  (a part of it: LOAD="--runs 1 --seed 3 --part 2/4")
-# make test-pythons  advisor under every other Python from 3.10 on that is installed here
+# make test-pythons  advisor with torch under every other Python from 3.10 on that is installed here
 # make lint        ruff, mypy, import-linter, rules, generated pages
 # make docs        build the docs as a site into build/site; a dead link or anchor fails
 # make reliability run the fault suite and write docs/reliability.md

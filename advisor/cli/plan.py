@@ -60,7 +60,9 @@ def show(name: Path, *, as_python: bool, as_diff: bool, write_it: bool) -> None:
             "--as-python, --diff and --write exclude each other; name one", click.get_current_context()
         )
     file, loaded = find_plan(name, lambda known: True)
-    if as_python:
+    if as_python and not any(item.status == Status.KEPT for item in loaded.items):
+        output.say("advisor: no change of this plan is proved (kept), so there is no Python to write")
+    elif as_python:
         from advisor.trials.as_source import as_python as text
         from advisor.trials.planfile import script_of
 

@@ -13,7 +13,7 @@ from advisor.core.storage import to_plain
 from advisor.core.units import counted, percent_text, shape_text, time_text
 from advisor.reporting import wording
 from advisor.reporting.machine import cell
-from advisor.reporting.page import clip_path, printable
+from advisor.reporting.page import clip, clip_path, printable
 
 CONV_SCHEMA_VERSION = 1
 SHOWN = 20  # products, unless all are asked for
@@ -94,8 +94,8 @@ def conv_text(profile: StepProfile, width: int, *, everything: bool = False) -> 
     sizes[0] = min(sizes[0], max(_LEAST_MODULE, room))
     names = [name for name, _ in columns]
     lines = [
-        printable(wording.script(profile)),
-        printable(wording.machine(profile)),
+        clip(wording.script(profile), max(width, 40)),
+        clip(wording.machine(profile), max(width, 40)),
         "",
         _line(names, names, sizes),
     ]

@@ -94,7 +94,7 @@ class ScriptCommand:
             raise AdvisorError(
                 "`last` names a run, and this command starts a script",
                 expected="a Python script",
-                fix=_scripts_in(Path()),
+                fix=_scripts_in(Path()).replace("It holds", "Here are"),
             )
         # As the shell finds it, else beside the interpreter: an environment that is not activated has its torchrun there.
         found = shutil.which(first)

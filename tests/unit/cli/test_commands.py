@@ -589,6 +589,12 @@ def test_a_plan_is_shown_and_written_as_python(invoke, planned):
     assert invoke("plan", "show", "plan.yaml", "--diff", "--write").exit_code == ExitCode.USAGE
 
 
+def test_of_a_plan_that_keeps_nothing_there_is_no_python(invoke, planned):
+    (planned / "plan.yaml").write_text(PLAN_TEXT.replace("status: kept", "status: reverted"), encoding="utf-8")
+    found = invoke("plan", "show", "plan.yaml", "--as-python")
+    assert (found.stdout, "no Python to write" in found.stderr) == ("", True)
+
+
 def test_a_plans_diff_changes_the_script_only_with_write(invoke, planned):
     before = (planned / "train.py").read_text()
     found = invoke("plan", "show", "plan.yaml", "--diff")
