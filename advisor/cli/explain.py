@@ -79,7 +79,7 @@ def _rule(rule: Rule, run: str) -> None:
 
 def _change(row: Row, run: str, rules: tuple[Rule, ...]) -> None:
     from advisor.reporting.explained import change_in_run, change_text
-    from advisor.trials.as_source import SNIPPETS
+    from advisor.trials.snippets import SNIPPETS
 
     width, color = output.width(), output.color(sys.stdout)
     asking = [rule.id for rule in rules if rule.transform == row.id]

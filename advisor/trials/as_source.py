@@ -16,8 +16,8 @@ from advisor.core.errors import AdvisorError
 from advisor.core.plan import Plan
 from advisor.core.transform_table import title
 from advisor.core.verdict import Status
+from advisor.trials.snippets import FUSED, SNIPPETS
 
-FUSED = ("SGD", "Adam", "AdamW", "Adagrad")
 OPTIMIZERS = (*FUSED, "RMSprop", "NAdam", "RAdam", "Adadelta", "Adamax", "ASGD", "Rprop")
 
 
@@ -120,7 +120,7 @@ def as_python(plan: Plan, plan_file: str, path: Path | None = None) -> str:
     The optimizer is that of the script at `path`, where it can be read: another one would not be the training that was proved.
     """
     kept = [item for item in plan.items if item.status == Status.KEPT]
-    lines = ["import torch", ""]
+    lines: list[str] = []
     rest = []
     for item in kept:
         if (snippet := SNIPPETS.get(item.transform)) is None:
@@ -128,6 +128,8 @@ def as_python(plan: Plan, plan_file: str, path: Path | None = None) -> str:
             continue
         made = _optimizers(path) if item.transform == "fused_optimizer" and path else []
         lines += [f"# {title(item.transform)}", *(made or snippet(item.parameters)), ""]
+    if any("torch." in line for line in lines):
+        lines[:0] = ["import torch", ""]
     if rest:
         lines += [
             "# These have no short form in source, so advisor applies them, and the whole plan, as the training begins:"
@@ -266,29 +268,6 @@ WRITERS: dict[str, Callable[[_Script, Mapping[str, str]], None]] = {
     "amp_bf16": _autocast,
     "compile": _compile,
     "defer_sync": _deferred,
-}
-SNIPPETS: dict[str, Callable[[Mapping[str, str]], list[str]]] = {
-    "tf32": lambda p: ["torch.backends.cuda.matmul.allow_tf32 = True", "torch.backends.cudnn.allow_tf32 = True"],
-    "cudnn_benchmark": lambda p: ["torch.backends.cudnn.benchmark = True"],
-    "fused_optimizer": lambda p: [
-        f"# where the optimizer is made, {' or '.join(FUSED)}: give it the argument fused=True"
-    ],
-    "set_to_none": lambda p: ["optimizer.zero_grad()  # without set_to_none=False"],
-    "loader_workers": lambda p: [
-        f"loader = torch.utils.data.DataLoader(data, num_workers={p.get('workers', '4')})",
-        "# on a CPU too: torch.set_num_threads(the cores that the workers leave)",
-    ],
-    "prefetch": lambda p: ["images = images.to(device, non_blocking=True)  # from a DataLoader with pin_memory=True"],
-    "channels_last": lambda p: [
-        "model = model.to(memory_format=torch.channels_last)",
-        "images = images.to(memory_format=torch.channels_last)",
-    ],
-    "amp_bf16": lambda p: [
-        "with torch.autocast(images.device.type, dtype=torch.bfloat16):",
-        "    loss = criterion(model(images), labels)",
-    ],
-    "compile": lambda p: ["model.compile()"],
-    "defer_sync": lambda p: ["total += loss.detach()  # and .item() once an epoch"],
 }
 
 
