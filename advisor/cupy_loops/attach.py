@@ -45,6 +45,7 @@ def attach(session: Session, module: Any = None) -> None:
         return
     if session.mode == "measure" and session.kept and not of_cupy(session.kept):
         return
+    tell(session, ATTACHED)  # before changes go on, which compile for seconds the first time
     standing = Standing(module)
     if session.seed is not None:
         seed_everything(module, session.seed)
@@ -53,7 +54,6 @@ def attach(session: Session, module: Any = None) -> None:
     watcher.patches.on_fault.append(lambda error: tell(session, FAULT, error=first_line(error)))
     Attached.watcher = watcher
     watcher.on_step.append(_first_step(session, watcher))
-    tell(session, ATTACHED)
     if session.mode == "measure":
         Attached.driver = CupyMeasure(module, session, watcher, standing)
     else:
