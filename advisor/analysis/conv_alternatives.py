@@ -279,7 +279,7 @@ def _takes_strided(e: Environment, g: Geometry, row: KernelRow) -> bool:
 
 def _takes_exact(e: Environment, g: Geometry, row: KernelRow) -> bool:
     strict = row.dtype == "fp32" and not row.tensor_core
-    return g.groups == 1 and strict and g.kernel in EXACT_TAPS and matrix_tflops(e, "fp16") > 0
+    return e.sm_arch == architectures.HOPPER and g.groups == 1 and strict and g.kernel in EXACT_TAPS
 
 
 _Wanted = Callable[[Environment, Geometry, KernelRow], bool]

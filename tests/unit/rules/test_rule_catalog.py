@@ -7,7 +7,9 @@ import os
 import pytest
 from rule_files import CASES, RULE, spoiled, write
 
+from advisor.core import architectures
 from advisor.core.errors import AdvisorError
+from advisor.ops import catalog, dispatch_table
 from advisor.rules import check, load, run_cases
 
 
@@ -126,3 +128,16 @@ def test_a_rule_that_promises_more_than_the_step_fails_its_cases(tmp_path):
 def test_a_rule_whose_threshold_was_turned_round_fails_its_cases(tmp_path):
     failed = [r for r in results(tmp_path, spoiled(("above: 5 %", "below: 5 %"))) if not r.passed]
     assert failed
+
+
+def test_no_rule_asks_for_kernels_where_none_is_dispatched():
+    """Of a family that runs on some architectures alone, at any size: the rules of its transform are quiet on all others."""
+    table = dispatch_table.read()
+    alone = {f.transform: table[f.id].only[""] for f in catalog.FAMILIES if f.id in table and "" in table[f.id].only}
+    assert set(alone) >= {"winograd_conv", "exact_conv"}
+    asking = [rule for rule in load() if rule.transform in alone]
+    assert {rule.transform for rule in asking} == set(alone)
+    for rule in asking:
+        of_arch = [part for part in getattr(rule.when, "parts", ()) if getattr(part, "metric", "") == "arch"]
+        quiet = {row.sm for row in architectures.ROWS if not all(part.judge(float(row.sm)) for part in of_arch)}
+        assert quiet == {row.sm for row in architectures.ROWS} - set(alone[rule.transform]), rule.id
