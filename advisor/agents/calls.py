@@ -35,7 +35,7 @@ def command_line(words: Sequence[str], folder: Path) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-class Calls:
+class AgentCalls:
     """The calls, in one folder."""
 
     def __init__(self, folder: Path, run: Run = command_line) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from advisor import __version__
-from advisor.agents.calls import Answer, Calls
+from advisor.agents.calls import AgentCalls, Answer
 from advisor.core.errors import AdvisorError
 
 INSTRUCTIONS = """\
@@ -20,7 +20,7 @@ quiet machine. `apply` does the whole search by itself. The script is never edit
 """
 
 
-def server(calls: Calls) -> Any:
+def server(calls: AgentCalls) -> Any:
     """The server with its tools.
 
     Raises:
@@ -67,7 +67,7 @@ def server(calls: Calls) -> Any:
 
 def main() -> None:
     """Serve until stdin closes."""
-    server(Calls(Path.cwd())).run()
+    server(AgentCalls(Path.cwd())).run()
 
 
 if __name__ == "__main__":

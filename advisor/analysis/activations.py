@@ -28,7 +28,7 @@ class Recomputation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class MemoryAlternative:
     """One way to train the same model, foretold: bytes a GPU at the peak, the step's time against the plain one's (low, high)."""
 
     name: str
@@ -87,10 +87,10 @@ def renewed(look: MemoryLook, wanted_bytes: int) -> Recomputation:
     )
 
 
-def alternatives(look: MemoryLook) -> list[Alternative]:
+def alternatives(look: MemoryLook) -> list[MemoryAlternative]:
     """What one GPU would hold, and what a step would take, with modules recomputed. Of several GPUs: sharing.py."""
     peak = look.most_bytes
-    found = [Alternative(name="as it is", nbytes=peak, step=(1.0, 1.0))]
+    found = [MemoryAlternative(name="as it is", nbytes=peak, step=(1.0, 1.0))]
     for share in (0.3, 0.5):
         plan = renewed(look, int(share * peak))
         if (
@@ -100,7 +100,7 @@ def alternatives(look: MemoryLook) -> list[Alternative]:
         ):
             more = 1 + plan.added_us / look.step_us
             found.append(
-                Alternative(
+                MemoryAlternative(
                     name=f"outputs of {len(plan.modules)} norms again", nbytes=peak - plan.saved_bytes, step=(1.0, more),
                     note="apply --goal memory",
                 )
@@ -110,7 +110,7 @@ def alternatives(look: MemoryLook) -> list[Alternative]:
         if plan.modules and look.step_us:
             more = 1 + plan.added_us / look.step_us
             found.append(
-                Alternative(
+                MemoryAlternative(
                     name=f"{len(plan.modules)} modules recomputed", nbytes=peak - plan.saved_bytes, step=(1.0, more),
                     note="apply --goal memory",
                 )

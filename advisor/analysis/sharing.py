@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from advisor.analysis.activations import Alternative
+from advisor.analysis.activations import MemoryAlternative
 from advisor.analysis.scaling import Link
 from advisor.core.held import ACTIVATION, MemoryLook, ModuleCost
 
@@ -29,7 +29,7 @@ PARTS = 2  # of the batch, for each stage of a pipeline (distributed/stages.py)
 APPLIED = "--shard {}"
 
 
-def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
+def ways(look: MemoryLook, ranks: int, link: Link) -> list[MemoryAlternative]:
     """The alternatives, in the order of what they hold usually; nothing without several ranks or a timed step."""
     if ranks < 2 or not look.step_us:
         return []
@@ -37,9 +37,11 @@ def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
     step, peak, buckets = look.step_us, look.most_bytes, gradients if look.peak_bytes else 0
     summed, gathered = link.reduce_us(gradients, ranks), link.reduce_us(weights, ranks) / 2
 
-    def row(name: str, nbytes: float, hidden_us: float, exposed_us: float, room_us: float, note: str) -> Alternative:
+    def row(
+        name: str, nbytes: float, hidden_us: float, exposed_us: float, room_us: float, note: str
+    ) -> MemoryAlternative:
         low = 1 + (max(0.0, hidden_us - room_us) + exposed_us) / step
-        return Alternative(
+        return MemoryAlternative(
             name=name, nbytes=max(0, round(nbytes)), step=(low, 1 + (hidden_us + exposed_us) / step), note=note
         )
 
@@ -69,7 +71,7 @@ def ways(look: MemoryLook, ranks: int, link: Link) -> list[Alternative]:
     if 0 < look.batch_size < ranks:
         rest = look.most_bytes - look.of(ACTIVATION)
         found.append(
-            Alternative(
+            MemoryAlternative(
                 name=f"spatial on {ranks}",
                 nbytes=rest + buckets + look.of(ACTIVATION) // ranks,
                 step=(1 / ranks, 1.0),
@@ -121,14 +123,14 @@ def _units(modules: Sequence[ModuleCost], wanted: int) -> list[ModuleCost]:
     return units
 
 
-def _pipeline(look: MemoryLook, ranks: int, stages: Sequence[Sequence[ModuleCost]]) -> Alternative:
+def _pipeline(look: MemoryLook, ranks: int, stages: Sequence[Sequence[ModuleCost]]) -> MemoryAlternative:
     times = [sum(unit.forward_us for unit in stage) for stage in stages]
     uneven = max(times) * ranks / sum(times) if sum(times) else 1.0
     most = max(sum(unit.held_bytes for unit in stage) for stage in stages) * ranks
     rest = look.most_bytes - look.of(ACTIVATION)
     idle = (ranks - 1) / (PARTS * ranks)
     where = ", ".join(stage[0].module.rpartition(".")[2] for stage in stages[1:])
-    return Alternative(
+    return MemoryAlternative(
         name=f"pipeline of {ranks}",
         nbytes=max(0, round(most + rest)),
         step=(uneven, uneven + idle),

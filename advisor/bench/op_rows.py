@@ -172,7 +172,7 @@ def uncounted(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class RowChoice:
     """Which cases are asked for: by `pattern`, of those with `changed` only what is `outdated` on file, with `short_only` what is `short` of a
     goal there; of all that the `part`.
     """

@@ -14,7 +14,7 @@ import torch
 
 from advisor.analysis import measured_convs
 from advisor.bench import dispatch_rows, results, timing, units
-from advisor.bench.op_rows import Choice, Left, OpRow, is_compiled, key, keys, merged
+from advisor.bench.op_rows import Left, OpRow, RowChoice, is_compiled, key, keys, merged
 from advisor.bench.placed import placed
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode, first_line
@@ -51,7 +51,7 @@ class Ceilings:
 
 
 def run(
-    choice: Choice,
+    choice: RowChoice,
     *,
     out: Path | None,
     baselines: tuple[str, ...],

@@ -214,13 +214,13 @@ def _lane(
         except queue.Empty:
             return
         try:
-            Training(name, runner, gpu, place / name, book, orders).measure()
+            RealTraining(name, runner, gpu, place / name, book, orders).measure()
         except (AdvisorError, OSError) as error:
             book.say(f"{name}: {error}")
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class RealTraining:
     """One training on one GPU."""
 
     name: str

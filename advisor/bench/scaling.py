@@ -224,7 +224,7 @@ def _command(case: ScalingCase, words: tuple[str, ...], folder: Path) -> ScriptC
     if case.way == TORCHRUN:
         agent = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(case.ranks))
         return ScriptCommand.parse((*agent, *words))
-    way = place.Way(norms=place.LOCAL if case.way == PARTS else "")
+    way = place.RankWay(norms=place.LOCAL if case.way == PARTS else "")
     return starting.on_ranks(ScriptCommand.parse(words), case.ranks, folder, seed=0, way=way)
 
 
@@ -281,7 +281,7 @@ def _divided(case: ScalingCase, words: tuple[str, ...], batch: int, home: Path, 
         AdvisorError: where they do not train alike.
     """
     command = ScriptCommand.parse(words)
-    proof = ranks.prove_alone(command, case.ranks, home, way=place.Way(), steps=COMPARED, say=say)
+    proof = ranks.prove_alone(command, case.ranks, home, way=place.RankWay(), steps=COMPARED, say=say)
     (spread,) = proof.all
     return ScalingRow(
         batch=batch // case.ranks,

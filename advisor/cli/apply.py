@@ -24,7 +24,7 @@ from advisor.cli.parameters import (
     verbosity_options,
 )
 from advisor.cli.plan import show_diff
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 from advisor.core.gpus import Gpus
 
 if TYPE_CHECKING:
@@ -164,7 +164,7 @@ def apply(
     options = SearchOptions(
         only=only, skip=skip, min_gain=min_gain, max_pairs=max_pairs, time_s=max_time, rules_dirs=rules_dirs
     )
-    with Progress(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
+    with ProgressLine(live=auto or plan is not None, quiet=quiet, verbose=verbose) as say:
         common: dict[str, Any] = {"module": module, "out": out, "say": say}
         if goal == "memory" and gpus > 1:
             result = pipeline.reach_memory_on_ranks(words, gpus, cost=max_cost, limit_bytes=memory, **common)

@@ -10,7 +10,7 @@ import click
 from advisor.cli import output
 from advisor.cli.help import Command
 from advisor.cli.parameters import Duration, Part
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 
 HELP = """Measure the bundled kernels, or whole trainings, on this GPU.
 
@@ -151,7 +151,7 @@ def bench(
         raise click.UsageError("--host-only leaves all else of a row: it goes with neither --changed nor --counters")
     if out is not None:
         output.writable(out)  # said now and not after an hour
-    with Progress(live=True) as say:
+    with ProgressLine(live=True) as say:
         common: dict[str, Any] = {"out": out, "say": say}
         trainings: dict[str, Any] = {"pattern": pattern, "baselines": names, "max_time_s": max_time, "runs": runs}
         if what == "tune":
@@ -167,6 +167,6 @@ def bench(
         if what == "hosts":
             return int(hosts.run(pattern=pattern, **common))
         if what == "ops":
-            choice = op_rows.Choice(pattern=pattern, changed=changed, short_only=short_only, part=part)
+            choice = op_rows.RowChoice(pattern=pattern, changed=changed, short_only=short_only, part=part)
             return int(ops.run(choice, baselines=names, counters=counters, host_only=host_only, **common))
         return int(models.run(changed=changed, **trainings, **common))

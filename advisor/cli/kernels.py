@@ -9,7 +9,7 @@ import click
 from advisor.cli import output
 from advisor.cli.help import HelpGroup
 from advisor.cli.parameters import format_option
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 from advisor.core.errors import ExitCode
 
 
@@ -53,7 +53,7 @@ def verify(form: str, family: str) -> int:
     from advisor import pipeline
     from advisor.reporting.terminal_kernels import verification_text
 
-    with Progress(live=True) as say:
+    with ProgressLine(live=True) as say:
         rows = pipeline.kernels_verify(say, family)
     if form == "json":
         output.say(output.document("verification", rows), sys.stdout)

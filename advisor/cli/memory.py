@@ -17,7 +17,7 @@ from advisor.cli.parameters import (
     verbosity_options,
     words_argument,
 )
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 
 
 @click.command(cls=Command, context_settings=SCRIPT_CONTEXT)
@@ -68,7 +68,7 @@ def memory(
     from advisor import pipeline
     from advisor.reporting import held
 
-    with Progress(quiet=quiet, verbose=verbose) as say:
+    with ProgressLine(quiet=quiet, verbose=verbose) as say:
         found = pipeline.memory(words, module=module, memory_bytes=memory, gpus=gpus, link=link, out=out, say=say)
     if form == "json":
         output.say(output.document("memory", found.look), sys.stdout)

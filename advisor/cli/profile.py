@@ -20,7 +20,7 @@ from advisor.cli.parameters import (
     verbosity_options,
     words_argument,
 )
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 from advisor.core.errors import ExitCode
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def profile(
         raise click.UsageError(told, click.get_current_context())
     from advisor import pipeline
 
-    with Progress(quiet=quiet, verbose=verbose) as say:
+    with ProgressLine(quiet=quiet, verbose=verbose) as say:
         if trace is not None:
             result = pipeline.profile_trace(trace, out=out, rules_dirs=rules_dirs, say=say)
         else:

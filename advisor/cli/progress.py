@@ -21,7 +21,7 @@ LONG_S = 5.0  # what takes longer in all says how long it still takes
 REPEAT_AFTER_S = 10.0  # how long a message that only counts on stays unsaid where lines cannot be replaced
 
 
-class Progress:
+class ProgressLine:
     """Call it with one line of text.
 
     Messages that differ only in their numbers ("step 3 of 20", "step 4 of 20") are one message that counts on. With
@@ -131,7 +131,7 @@ class Progress:
         except (OSError, ValueError):
             self._quiet = True
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         return self
 
     def __exit__(self, *exception: object) -> None:

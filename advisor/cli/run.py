@@ -8,7 +8,7 @@ import click
 
 from advisor.cli.help import Command
 from advisor.cli.parameters import SCRIPT_CONTEXT, gpus_options, known_words_argument, module_option, verbosity_options
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 from advisor.core.gpus import Gpus
 
 
@@ -63,7 +63,7 @@ def run(
     """
     from advisor import pipeline
 
-    with Progress(quiet=quiet, verbose=verbose) as say:
+    with ProgressLine(quiet=quiet, verbose=verbose) as say:
         return int(
             pipeline.run(
                 words,

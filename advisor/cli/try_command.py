@@ -18,7 +18,7 @@ from advisor.cli.parameters import (
     verbosity_options,
     words_argument,
 )
-from advisor.cli.progress import Progress
+from advisor.cli.progress import ProgressLine
 from advisor.core.attempt import ATTEMPT_FILE, Attempt
 from advisor.core.errors import AdvisorError, ExitCode
 from advisor.core.storage import save
@@ -80,7 +80,7 @@ def try_(
         raise click.UsageError("no script to try it on", click.get_current_context())
     from advisor import pipeline
 
-    with Progress(live=True, quiet=quiet, verbose=verbose) as say:
+    with ProgressLine(live=True, quiet=quiet, verbose=verbose) as say:
         if patch is not None:
             found = pipeline.try_patch(
                 words, patch, module=module, min_gain=min_gain, max_time_s=max_time, out=out, say=say
@@ -103,7 +103,7 @@ def _change(
     min_gain: float,
     max_time: float,
     out: Path | None,
-    say: Progress,
+    say: ProgressLine,
 ) -> Attempt:
     """A search for this change alone.
 

@@ -30,7 +30,7 @@ from advisor.transforms import deferred
 HUNG_S = 300.0  # without a step of a training's, before it is told who holds the others up
 
 
-class Joined:
+class JoinedRank:
     """What was put into this process; None while it is no rank."""
 
     loaders: Loaders | None = None
@@ -44,12 +44,12 @@ def join(session: Session) -> None:
     if place.ranks() > 1:
         _become_rank(session)
     elif (share := place.share()) > 1:
-        Joined.loaders = Loaders(0, 1, order=lambda indices: part(indices, 0, share))
-        Joined.loaders.install(Patches())
+        JoinedRank.loaders = Loaders(0, 1, order=lambda indices: part(indices, 0, share))
+        JoinedRank.loaders.install(Patches())
     elif session.rotate:
         by = session.rotate
-        Joined.loaders = Loaders(0, 1, order=lambda indices: rotated(indices, by))
-        Joined.loaders.install(Patches())
+        JoinedRank.loaders = Loaders(0, 1, order=lambda indices: rotated(indices, by))
+        JoinedRank.loaders.install(Patches())
 
 
 def share() -> float:
@@ -58,7 +58,7 @@ def share() -> float:
     """
     if place.ranks() > 1 and place.shard() == place.PIPELINE:
         return 1.0 / place.ranks()
-    return Joined.loaders.share if Joined.loaders is not None and place.ranks() > 1 else 1.0
+    return JoinedRank.loaders.share if JoinedRank.loaders is not None and place.ranks() > 1 else 1.0
 
 
 def mean(values: Sequence[float], shares: Sequence[float]) -> list[float]:
@@ -100,7 +100,7 @@ def _become_rank(session: Session) -> None:
         norms.install(patches)
     refuse_others(patches)
     _tell_failures(session, rank)
-    Joined.loaders, Joined.gradients = loaders, gradients
+    JoinedRank.loaders, JoinedRank.gradients = loaders, gradients
     if session.mode == "run":
         gradients.watch = board.watch(session.folder, patience_s=HUNG_S, lost=_tell_hung, again=True)
     tell(session, "joined", rank=rank, ranks=ranks)

@@ -31,7 +31,7 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class RankWay:
     """How ranks train together. `norms`: LOCAL for batch norms by each rank's own statistics; `shard`: one of SHARDS, or "" where each rank
     holds all.
     """

@@ -22,7 +22,7 @@ _ERROR = re.compile(r"^([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Exit)\b.*)$"
 
 
 def on_ranks(
-    command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, way: place.Way | None = None
+    command: ScriptCommand, ranks: int, run_dir: Path, *, seed: int, way: place.RankWay | None = None
 ) -> ScriptCommand:
     """The command as `ranks` processes of one host that train together. What they write lies in the run folder.
 
@@ -41,7 +41,7 @@ def on_ranks(
         )
     agent = (sys.executable, "-m", "advisor.distributed.agent", "--standalone", "--nproc-per-node", str(ranks))
     threads = max(1, cpu_count() // ranks)
-    way = way or place.Way()
+    way = way or place.RankWay()
     variables = {
         place.RANKS_VARIABLE: str(ranks),
         place.FOLDER_VARIABLE: str(run_dir.resolve()),

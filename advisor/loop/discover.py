@@ -24,7 +24,7 @@ from advisor.loop.forwards import ForwardWatch
 from advisor.loop.guides import Guides
 from advisor.loop.habits import Habits
 from advisor.loop.interval import EVALUATION
-from advisor.loop.loaders import LoaderWatch
+from advisor.loop.loaders import LoaderHooks
 from advisor.loop.observed import IteratorSeen, Observations
 from advisor.loop.patches import Patch
 from advisor.loop.recorded import RecordedStep
@@ -77,7 +77,7 @@ class Discovery:
         self._recorded = RecordedStep()
         self._depth = threading.local()
         self._samples: Counter[int] = Counter()
-        self.loaders = LoaderWatch(training, watcher, self._begun, self.look_at_batch)
+        self.loaders = LoaderHooks(training, watcher, self._begun, self.look_at_batch)
         self._habits = Habits(training, self.patches, lambda: self.seen)
         self._forwards = ForwardWatch(self.patches, self._observe_forward)
         self.patches.undo(self._let_go)

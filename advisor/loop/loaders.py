@@ -22,7 +22,7 @@ from advisor.loop.training import Draw, Training
 from advisor.loop.values import first_shape, still_to_come
 
 
-class LoaderWatch:
+class LoaderHooks:
     """Fills `Training.loaders`, and tells the watcher of each batch.
 
     Args:

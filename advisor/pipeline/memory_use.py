@@ -12,7 +12,7 @@ from advisor.pipeline.applied import ApplyResult, plan_beside
 from advisor.pipeline.shared import Say, begin_run
 
 if TYPE_CHECKING:
-    from advisor.analysis.activations import Alternative
+    from advisor.analysis.activations import MemoryAlternative
     from advisor.core.held import MemoryLook
 
 
@@ -21,7 +21,7 @@ class MemoryResult:
     """What a step holds, and what other ways would; `batch`: samples that `memory_bytes` would hold."""
 
     look: MemoryLook
-    others: Sequence[Alternative]
+    others: Sequence[MemoryAlternative]
     batch: int
     memory_bytes: int
 

@@ -20,7 +20,7 @@ from advisor.runs import find_plan
 from advisor.trials.options import USUAL, SearchOptions
 
 if TYPE_CHECKING:
-    from advisor.distributed.place import Way
+    from advisor.distributed.place import RankWay
     from advisor.profiling.beside.command import ScriptCommand
     from advisor.trials.ranks import RanksProof
 
@@ -78,7 +78,7 @@ class _OnRanks:
 
     command: ScriptCommand
     gpus: int
-    way: Way
+    way: RankWay
     options: SearchOptions
     run_dir: Path
     environment: str
@@ -135,7 +135,7 @@ class _OnRanks:
         return tried.kept, tried.early
 
 
-def _lost(command: ScriptCommand, proof: RanksProof, run_dir: Path, way: Way, environment: str) -> ApplyResult:
+def _lost(command: ScriptCommand, proof: RanksProof, run_dir: Path, way: RankWay, environment: str) -> ApplyResult:
     """The ranks are slower than one process, beyond noise: nothing is searched, and there is no plan to train so."""
     from advisor.trials import ranks
 

@@ -31,7 +31,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mark:
+class ChartMark:
     """A tick or a named line: where, and what it says."""
 
     at: float
@@ -73,8 +73,8 @@ class Roofline:
     top: float
     bottom: float
     strip: float
-    x_ticks: tuple[Mark, ...]
-    y_ticks: tuple[Mark, ...]
+    x_ticks: tuple[ChartMark, ...]
+    y_ticks: tuple[ChartMark, ...]
     ceilings: tuple[Ceiling, ...]
     dots: tuple[Dot, ...]
     kinds: tuple[str, ...]
@@ -93,7 +93,7 @@ class GainAxis:
     """The axis that all trials share."""
 
     zero: float
-    ticks: tuple[Mark, ...]
+    ticks: tuple[ChartMark, ...]
     bars: tuple[GainBar, ...]
 
 
@@ -104,7 +104,7 @@ class BlockPlot:
     width: float
     height: float
     pairs: tuple[tuple[float, float, float], ...]
-    ticks: tuple[Mark, ...]
+    ticks: tuple[ChartMark, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,7 +115,7 @@ class LossPlot:
     height: float
     plain: str
     stack: str
-    ticks: tuple[Mark, ...]
+    ticks: tuple[ChartMark, ...]
 
 
 def stacked(parts: Sequence[tuple[str, str, float, bool]]) -> tuple[Segment, ...]:
@@ -190,8 +190,8 @@ def roofline(profile: StepProfile) -> Roofline | None:
     dots = [_dot(point, at) for point in points]
     return Roofline(
         width=900.0, height=430.0, left=at.left, right=at.right, top=at.top, bottom=at.bottom, strip=at.strip,
-        x_ticks=tuple(Mark(at=at.x(10.0**d), text=_power(d)) for d in _decades(x_low, x_high)),
-        y_ticks=tuple(Mark(at=at.y(10.0**d), text=_power(d)) for d in _decades(y_low, y_high)),
+        x_ticks=tuple(ChartMark(at=at.x(10.0**d), text=_power(d)) for d in _decades(x_low, x_high)),
+        y_ticks=tuple(ChartMark(at=at.y(10.0**d), text=_power(d)) for d in _decades(y_low, y_high)),
         ceilings=_spread_labels(_ceilings(env, peak, at)),
         dots=tuple(sorted(dots, key=lambda d: (-d.r, d.title))),  # small dots over large ones
         kinds=tuple(dict.fromkeys(p.kind for p in points)),
@@ -263,7 +263,7 @@ def gain_axis(trials: TrialLog) -> GainAxis | None:
         return 1000 * (min(max(value, low), high) - low) / (high - low)
 
     count = round((high - low) / step)
-    ticks = tuple(Mark(at=x(low + i * step), text=numbers.share(low + i * step)) for i in range(count + 1))
+    ticks = tuple(ChartMark(at=x(low + i * step), text=numbers.share(low + i * step)) for i in range(count + 1))
     bars = tuple(
         GainBar(
             predicted=(x(v.predicted.low), x(v.predicted.high)) if v.predicted is not None else None,
@@ -301,7 +301,7 @@ def block_plot(blocks: Blocks) -> BlockPlot | None:
         width=width,
         height=height,
         pairs=tuple((left + gap * (i + 0.5), y(off), y(on)) for i, (off, on) in enumerate(pairs)),
-        ticks=tuple(Mark(at=y(t), text=numbers.duration(t)) for t in apart),
+        ticks=tuple(ChartMark(at=y(t), text=numbers.duration(t)) for t in apart),
     )
 
 
@@ -327,7 +327,7 @@ def loss_plot(plain: Sequence[float], stack: Sequence[float]) -> LossPlot | None
         height=height,
         plain=points(plain),
         stack=points(stack),
-        ticks=tuple(Mark(at=_y(t), text=f"{t:.4g}") for t in (min(values), max(values))),
+        ticks=tuple(ChartMark(at=_y(t), text=f"{t:.4g}") for t in (min(values), max(values))),
     )
 
 
@@ -339,7 +339,7 @@ class StepPlot:
     height: float
     median: float
     dots: tuple[Dot, ...]
-    ticks: tuple[Mark, ...]
+    ticks: tuple[ChartMark, ...]
     legend: tuple[tuple[str, str], ...]  # class of a dot, what such a dot is
 
 
@@ -374,7 +374,7 @@ def step_plot(profile: StepProfile) -> StepPlot | None:
     if any(held):
         told = ", ".join(f"{sum(why == w for w in held)} × {why}" for why in dict.fromkeys(filter(None, held)))
         legend.append(("held", f"left out of the median: {told}"))
-    ticks = tuple(Mark(at=y(value), text=time_text(value)) for value in (low, (low + high) / 2, high))
+    ticks = tuple(ChartMark(at=y(value), text=time_text(value)) for value in (low, (low + high) / 2, high))
     return StepPlot(
         width=width, height=height, median=y(spread.median), dots=tuple(dots), ticks=ticks, legend=tuple(legend)
     )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from advisor.core.held import ACTIVATION, OTHERS, OUTSIDE, HeldRow, MemoryLook
 from advisor.core.units import bytes_text, percent_text, time_text
-from advisor.reporting.charts import Mark
+from advisor.reporting.charts import ChartMark
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 900.0, 280.0, 76.0, 888.0, 12.0, 250.0
 LABELS = {
@@ -42,8 +42,8 @@ class CoursePlot:
     bands: tuple[Band, ...]
     allocated: str
     backward_x: float | None
-    x_ticks: tuple[Mark, ...]
-    y_ticks: tuple[Mark, ...]
+    x_ticks: tuple[ChartMark, ...]
+    y_ticks: tuple[ChartMark, ...]
     peak: str
     peak_at: str
     places: tuple[HeldRow, ...]
@@ -92,8 +92,8 @@ def course_plot(look: MemoryLook | None) -> CoursePlot | None:
         bands=tuple(bands),
         allocated=_stairs(xs, [y(v) for v in course.allocated_bytes]) if course.allocated_bytes else "",
         backward_x=x(course.backward_us) if course.backward_us else None,
-        x_ticks=tuple(Mark(at=x(length * part), text=time_text(length * part)) for part in (0.25, 0.5, 0.75, 1.0)),
-        y_ticks=tuple(Mark(at=y(top * part), text=bytes_text(top * part)) for part in (0.5, 1.0)),
+        x_ticks=tuple(ChartMark(at=x(length * part), text=time_text(length * part)) for part in (0.25, 0.5, 0.75, 1.0)),
+        y_ticks=tuple(ChartMark(at=y(top * part), text=bytes_text(top * part)) for part in (0.5, 1.0)),
         peak=bytes_text(max(totals)),
         peak_at=time_text(course.at_us[peak]),
         places=tuple(places[:PLACES]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from advisor.analysis.activations import Alternative
+from advisor.analysis.activations import MemoryAlternative
 from advisor.core.held import ACTIVATION, MemoryLook
 from advisor.core.units import bytes_text, percent_text
 
@@ -14,7 +14,7 @@ _NAMES = {ACTIVATION: "kept for the backward", "parameter": "parameters", "gradi
 MOST = 12
 
 
-def text(look: MemoryLook, others: Sequence[Alternative], *, batch: int, memory_bytes: int) -> str:
+def text(look: MemoryLook, others: Sequence[MemoryAlternative], *, batch: int, memory_bytes: int) -> str:
     """A page of it."""
     peak = look.most_bytes
     lines = [

@@ -198,7 +198,7 @@ def _findings(page: Page, findings: Findings, explain: bool, *, command: str = "
     return lines
 
 
-def _card(page: Page, told: wording.Told, number: int, explain: bool) -> list[str]:
+def _card(page: Page, told: wording.ToldCard, number: int, explain: bool) -> list[str]:
     lines = finding_lines(page, told.lead, f"{number}. ", explain)
     if told.reasons and not explain:
         lines += page.wrap("also: " + "; ".join(reason.title for reason in told.reasons), 4, "dim")

@@ -64,7 +64,7 @@ def step_spread(profile: StepProfile) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ToldCard:
     """A card with its findings: the one that leads, and its other reasons."""
 
     card: Card
@@ -80,11 +80,11 @@ class Told:
         return predicted.high >= LEAST_GAIN if predicted is not None else self.lead.severity in ("high", "medium")
 
 
-def cards(findings: Findings | None) -> tuple[Told, ...]:
+def cards(findings: Findings | None) -> tuple[ToldCard, ...]:
     """The cards of a run, by rank."""
     if findings is None:
         return ()
-    return tuple(Told(c, findings.of(c.rule), tuple(map(findings.of, c.reasons))) for c in findings.cards)
+    return tuple(ToldCard(c, findings.of(c.rule), tuple(map(findings.of, c.reasons))) for c in findings.cards)
 
 
 def counts(findings: Findings) -> str:

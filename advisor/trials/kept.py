@@ -50,7 +50,7 @@ def _bare_first(items: Sequence[PlanItem]) -> list[PlanItem]:
 
 
 @dataclass(slots=True, eq=False)
-class Standing:
+class StandingChange:
     """One change that is on."""
 
     transform: Transform
@@ -67,7 +67,7 @@ class KeptChanges:
     training: Training
     items: Sequence[PlanItem]
     find: Callable[[str], Transform] = registry.get
-    standing: list[Standing] = field(default_factory=list)
+    standing: list[StandingChange] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
     _waiting: list[PlanItem] = field(default_factory=list)
     _boundaries: int = -1
@@ -141,7 +141,7 @@ class KeptChanges:
             undo = transform.apply(self.training, item.parameters)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
-        self.standing.append(Standing(transform, item.parameters, undo, match.sites, transform.title))
+        self.standing.append(StandingChange(transform, item.parameters, undo, match.sites, transform.title))
         return ""
 
 

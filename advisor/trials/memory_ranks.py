@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from advisor.analysis import sharing
-from advisor.analysis.activations import Alternative
+from advisor.analysis.activations import MemoryAlternative
 from advisor.analysis.scaling import Link
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
@@ -46,7 +46,7 @@ class Limits:
 class Tried:
     """One way, seen."""
 
-    way: place.Way
+    way: place.RankWay
     script: Script
     proof: RanksProof
     look: MemoryLook
@@ -66,7 +66,7 @@ def reach_on_ranks(
     kept: list[PlanItem] = []
     try:
         one = ranks.reference(alone, seed=fresh.SEED)
-        tried = [_tried(command, count, run_dir, place.Way(), one, say)]
+        tried = [_tried(command, count, run_dir, place.RankWay(), one, say)]
         foretold = {row.name: row for row in sharing.ways(tried[0].look, count, link)}
         for shard in WAYS[1:]:
             if shard == place.HYBRID and not ranks.halves(count):
@@ -74,7 +74,7 @@ def reach_on_ranks(
             if limits.nbytes and tried[-1].look.most_bytes <= limits.nbytes:
                 break
             try:
-                tried.append(_tried(command, count, run_dir, place.Way(shard=shard), one, say))
+                tried.append(_tried(command, count, run_dir, place.RankWay(shard=shard), one, say))
             except AdvisorError as error:
                 notes.append(f"{NAMES[shard]}: {error}")
         notes += [_told(each, tried[0], foretold.get(_row(each.way.shard, count))) for each in tried]
@@ -97,7 +97,12 @@ def reach_on_ranks(
 
 
 def _tried(
-    command: ScriptCommand, count: int, run_dir: Path, way: place.Way, one: tuple[records.Measurement, ...], say: Say
+    command: ScriptCommand,
+    count: int,
+    run_dir: Path,
+    way: place.RankWay,
+    one: tuple[records.Measurement, ...],
+    say: Say,
 ) -> Tried:
     say(f"{count} ranks by {NAMES[way.shard]}, against one process")
     together = starting.on_ranks(command, count, run_dir, seed=fresh.SEED, way=way)
@@ -123,7 +128,7 @@ def _cost(each: Tried, plain: Tried) -> float:
     return bounds[1] - 1 if bounds is not None else float("inf")
 
 
-def _told(each: Tried, plain: Tried, foretold: Alternative | None) -> str:
+def _told(each: Tried, plain: Tried, foretold: MemoryAlternative | None) -> str:
     told = f"{NAMES[each.way.shard]}: a rank holds {bytes_text(each.look.most_bytes)}"
     if foretold is not None:
         off = abs(foretold.nbytes / max(1, each.look.most_bytes) - 1)

@@ -81,7 +81,7 @@ def checked(command: ScriptCommand, ranks: int, *, gpus: int, allowed: bool) -> 
         )
 
 
-def way(allowed: bool, shard: str, ranks: int) -> place.Way:
+def way(allowed: bool, shard: str, ranks: int) -> place.RankWay:
     """How ranks train. Batch norms take statistics of each rank's own part where another training is allowed, else over all.
 
     Raises:
@@ -96,7 +96,7 @@ def way(allowed: bool, shard: str, ranks: int) -> place.Way:
         raise AdvisorError(
             f"--shard hybrid on {ranks} ranks", expected="an even number of them, 4 or more", fix="Use --shard fsdp2."
         )
-    return place.Way(norms=place.LOCAL if allowed else "", shard=shard)
+    return place.RankWay(norms=place.LOCAL if allowed else "", shard=shard)
 
 
 def halves(ranks: int) -> bool:
@@ -110,7 +110,7 @@ def new_seed() -> int:
 
 
 def plan_for(
-    command: ScriptCommand, name: Path, ranks: int, way: place.Way, *, find: Callable[..., tuple[Path, Plan]]
+    command: ScriptCommand, name: Path, ranks: int, way: place.RankWay, *, find: Callable[..., tuple[Path, Plan]]
 ) -> tuple[Path, Plan | None]:
     """The plan by this name with its file, if it was proved for so many ranks; None where there is none such."""
     try:
@@ -124,13 +124,13 @@ def plan_for(
     return path, plan
 
 
-def way_of(plan: Plan) -> place.Way:
+def way_of(plan: Plan) -> place.RankWay:
     """How the ranks train that the plan was proved for."""
-    return place.Way(norms=plan.norms, shard=plan.shard)
+    return place.RankWay(norms=plan.norms, shard=plan.shard)
 
 
 def prove_alone(
-    command: ScriptCommand, ranks: int, run_dir: Path, *, way: place.Way, steps: int = fresh.STEPS, say: Say
+    command: ScriptCommand, ranks: int, run_dir: Path, *, way: place.RankWay, steps: int = fresh.STEPS, say: Say
 ) -> RanksProof:
     """`prove`, by itself: the user's files are put back, also where it raises."""
     owners.hold(run_dir)
@@ -141,7 +141,9 @@ def prove_alone(
         script.put_back()
 
 
-def bare_plan(command: ScriptCommand, proof: RanksProof, run_dir: Path, way: place.Way, *, environment: str) -> Plan:
+def bare_plan(
+    command: ScriptCommand, proof: RanksProof, run_dir: Path, way: place.RankWay, *, environment: str
+) -> Plan:
     """A plan without changes: that so many ranks train as one process does."""
     return Plan(
         script=command.words[0],
@@ -176,7 +178,7 @@ def prove(
     script: Script,
     *,
     seed: int,
-    way: place.Way,
+    way: place.RankWay,
     steps: int = fresh.STEPS,
     launch: Launch,
     say: Say,
@@ -198,7 +200,9 @@ def prove(
     return _passed(found, way)
 
 
-def _together(command: ScriptCommand, ranks: int, script: Script, seed: int, way: place.Way, launch: Launch) -> Script:
+def _together(
+    command: ScriptCommand, ranks: int, script: Script, seed: int, way: place.RankWay, launch: Launch
+) -> Script:
     ranked = starting.on_ranks(command, ranks, script.run_dir, seed=seed, way=way)
     return Script(ranked, script.run_dir, launch, script.say, seconds=script.seconds)
 
@@ -224,7 +228,7 @@ def compared(
     ranks: int,
     *,
     seed: int,
-    way: place.Way,
+    way: place.RankWay,
     steps: int = fresh.STEPS,
 ) -> RanksProof:
     """All ranks, once, against `reference`.
@@ -236,7 +240,7 @@ def compared(
 
 
 def _compared(
-    one: Sequence[Measurement], together: Script, ranks: int, seed: int, way: place.Way, steps: int
+    one: Sequence[Measurement], together: Script, ranks: int, seed: int, way: place.RankWay, steps: int
 ) -> RanksProof:
     """All ranks, once, and what the comparison says, whichever that is."""
     plain, *others = one
@@ -251,7 +255,7 @@ def _compared(
     )
 
 
-def _passed(found: RanksProof, way: place.Way) -> RanksProof:
+def _passed(found: RanksProof, way: place.RankWay) -> RanksProof:
     """The same.
 
     Raises:

@@ -15,7 +15,7 @@ from advisor.loop.training import Training
 LONGEST_S = 10.0  # a longer step is not made once more to see what it holds
 
 
-class Behind:
+class LooksBehind:
     """The looks that a session has ordered, each with a step of its own. What fails is a note in `notes`, never the training's."""
 
     def __init__(self, training: Training, session: Session, notes: list[str], *, step_us: float, steps: int) -> None:

@@ -35,7 +35,7 @@ from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times
 from advisor.loop.training import StepEvent, Training
 from advisor.loop.waiting import others_worked
-from advisor.profiling.inside.behind import Behind
+from advisor.profiling.inside.behind import LooksBehind
 from advisor.profiling.inside.facts import model_facts
 from advisor.profiling.inside.inputfacts import input_stats
 from advisor.profiling.inside.loading.watch import LoaderWatch
@@ -75,7 +75,7 @@ class ProfileDriver:
         self._times: StepTimes | None = None
         self._losses: tuple[float, ...] = ()
         self._memory = MemoryStats()
-        self._behind: Behind | None = None
+        self._behind: LooksBehind | None = None
         self._facts: FactsRecord | None = None
         self._saved_ns = self._told_ns = 0
 
@@ -203,7 +203,7 @@ class ProfileDriver:
         self._save_steps()  # all is measured, should the script end in a look behind the trace
         if self.records and not self.in_step and not self._over():
             step_us, steps = self._step_us(), self.watcher.seen
-            self._behind = Behind(self.training, self.session, self._notes, step_us=step_us, steps=steps)
+            self._behind = LooksBehind(self.training, self.session, self._notes, step_us=step_us, steps=steps)
         self._look_behind()
 
     def _look_behind(self) -> None:

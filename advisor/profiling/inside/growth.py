@@ -21,7 +21,7 @@ STEADY_FRAC, UNSTEADY_STRETCHES = 0.25, 1
 
 
 @dataclass(slots=True)
-class Readings:
+class MemoryReadings:
     """Pairs of a step's number and bytes, in order."""
 
     points: list[tuple[int, float]]

@@ -134,8 +134,8 @@ class MemoryProbe:
         )
 
     @staticmethod
-    def _new_series() -> dict[str, growth.Readings]:
-        return {name: growth.Readings([]) for name in ("device", "heap", "resident", "beside")}
+    def _new_series() -> dict[str, growth.MemoryReadings]:
+        return {name: growth.MemoryReadings([]) for name in ("device", "heap", "resident", "beside")}
 
     def _collecting(self, phase: str, info: dict[str, int]) -> None:
         if info.get("generation") != FULL_COLLECTION:

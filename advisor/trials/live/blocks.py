@@ -20,7 +20,7 @@ from advisor.transforms.graphs import captured
 from advisor.trials.live.kernels import kernel_times
 from advisor.trials.live.limit import Limit, OutOfTime
 from advisor.trials.live.loop import Loop
-from advisor.trials.live.sizes import Part
+from advisor.trials.live.sizes import BlockPart
 from advisor.trials.live.switch import Switch
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
@@ -186,7 +186,7 @@ class TimedBlocks:
             arm.peak_bytes = max(arm.peak_bytes, torch.cuda.max_memory_allocated(device) + captured.hidden_bytes())
         # An unclean step in the block (an epoch's end) is in its wall time too, which then stands for nothing.
         wall_us = math.nan if unclean or not loop.on_gpu else wall / len(boundaries)
-        times.add(arm, Part(found.step_us, elements, wall_us, found.device_us))
+        times.add(arm, BlockPart(found.step_us, elements, wall_us, found.device_us))
         return ""
 
 

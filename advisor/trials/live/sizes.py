@@ -22,7 +22,7 @@ LEAST_KEPT = 3  # steps of a part, and half of them, whose size both arms have h
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BlockPart:
     """A block's part: clean steps, µs, the elements of what each gave its models, 0 where nobody saw, and the device's share of each step."""
 
     step_us: tuple[float, ...]
@@ -31,7 +31,7 @@ class Part:
     device_us: tuple[float, ...] = ()  # of each step, without its waits in loaders' `next()`; empty where nobody saw
 
 
-def exponent(arms: Sequence[Sequence[Part]]) -> float:
+def exponent(arms: Sequence[Sequence[BlockPart]]) -> float:
     """Steps take time as elements ** this: 0 where sizes do not differ, are not known, or say nothing.
 
     Least squares on logarithms, each arm about its own mean: what the change saves is no part of it.
@@ -58,7 +58,7 @@ def exponent(arms: Sequence[Sequence[Part]]) -> float:
 Times = list[list[tuple[float, ...]]]  # µs, of each step of each part of each arm
 
 
-def levelled(arms: Sequence[Sequence[Part]]) -> tuple[float, Times]:
+def levelled(arms: Sequence[Sequence[BlockPart]]) -> tuple[float, Times]:
     """Each part's steps as they would be with inputs of one size; and the exponent, 0 where they are as they were.
 
     Of the two ways the one that leaves steps of an arm nearer to each other.
@@ -71,7 +71,7 @@ def levelled(arms: Sequence[Sequence[Part]]) -> tuple[float, Times]:
     return grows, min((scaled, by_size(arms, scaled)), key=_scatter)
 
 
-def by_size(arms: Sequence[Sequence[Part]], scaled: Times) -> Times:
+def by_size(arms: Sequence[Sequence[BlockPart]], scaled: Times) -> Times:
     """A step is held against the middle of its arm's steps of its size in the arm's other parts: with its own part among them,
     what that part has of the machine's noise would be taken for the size's. Parts of sizes that the other arm has hardly had are as
     `scaled` has them.
@@ -111,7 +111,7 @@ def _scatter(times: Times) -> float:
 _Cell = dict[int, list[float]]  # logarithms of a size's steps in one arm, by part
 
 
-def _cells(arm: Sequence[Part]) -> dict[int, _Cell]:
+def _cells(arm: Sequence[BlockPart]) -> dict[int, _Cell]:
     found: dict[int, _Cell] = {}
     for position, part in enumerate(arm):
         for us, size in zip(part.step_us, part.elements, strict=True):
@@ -124,13 +124,13 @@ def _middle(cell: _Cell, but: int = -1) -> float:
     return median([us for position, part in cell.items() if position != but for us in part])
 
 
-def usual(arms: Sequence[Sequence[Part]]) -> float:
+def usual(arms: Sequence[Sequence[BlockPart]]) -> float:
     """The geometric mean of all steps' elements."""
     logs = [math.log(elements) for arm in arms for part in arm for elements in part.elements]
     return math.exp(math.fsum(logs) / len(logs))
 
 
-def at_size(part: Part, exponent: float, elements: float) -> tuple[float, ...]:
+def at_size(part: BlockPart, exponent: float, elements: float) -> tuple[float, ...]:
     """The part's steps, µs, as they would be with inputs of so many elements; as they are where sizes say nothing."""
     if not exponent:
         return part.step_us

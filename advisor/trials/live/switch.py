@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from advisor.core.stderr import say
 from advisor.loop.training import Training
 from advisor.transforms.base import Transform
-from advisor.trials.kept import Standing
+from advisor.trials.kept import StandingChange
 
 
 class Unclean(Exception):
@@ -25,8 +25,8 @@ class Switch:
     training: Training
     transform: Transform
     parameters: dict[str, str]
-    rivals: list[Standing]
-    standing: Standing | None = None
+    rivals: list[StandingChange]
+    standing: StandingChange | None = None
 
     @property
     def is_on(self) -> bool:
@@ -48,7 +48,7 @@ class Switch:
         except BaseException:
             self._rivals_on()
             raise
-        self.standing = Standing(self.transform, self.parameters, undo)
+        self.standing = StandingChange(self.transform, self.parameters, undo)
 
     def off(self) -> None:
         """Take the candidate back; nothing when it is off.
@@ -78,7 +78,7 @@ def without_advice(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
-def _take_back(standing: Standing) -> None:
+def _take_back(standing: StandingChange) -> None:
     try:
         standing.undo.run()
     except Exception as error:

@@ -11,7 +11,7 @@ from statistics import median
 from advisor.core.verdict import Blocks, Status
 from advisor.loop.timing import spread
 from advisor.trials.live import sizes
-from advisor.trials.live.sizes import Part
+from advisor.trials.live.sizes import BlockPart
 from advisor.trials.records import InTrial
 from advisor.trials.statistics import (
     WAITS_FRAC,
@@ -39,7 +39,7 @@ class Arm:
     walls: list[float] = field(default_factory=list)
     lags: list[float] = field(default_factory=list)
     peak_bytes: int = 0
-    seen: list[Part] = field(default_factory=list)  # the latest of them; those before an earlier process noted
+    seen: list[BlockPart] = field(default_factory=list)  # the latest of them; those before an earlier process noted
 
     def put(self, position: int, steps: Sequence[float]) -> None:
         """What the part `position` of `seen` says, with these times for its steps."""
@@ -90,7 +90,7 @@ class Times:
         self.on = Arm(peak_bytes=self.on.peak_bytes)
         self.parts, self.steps, self.bursty = parts, steps, 0
 
-    def add(self, arm: Arm, part: Part) -> None:
+    def add(self, arm: Arm, part: BlockPart) -> None:
         """One more part of this arm; with it all are put at one size anew, where inputs differ in size."""
         arm.seen.append(part)
         arm.medians.append(0.0)

@@ -21,7 +21,7 @@ from advisor.ops.verify import unusable
 from advisor.transforms.base import Transform
 from advisor.transforms.bundle import Bundle
 from advisor.trials import planner, records, spent, whole
-from advisor.trials.kept import Standing
+from advisor.trials.kept import StandingChange
 from advisor.trials.live.batches import BatchWatch
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit, OutOfTime
@@ -204,7 +204,7 @@ class Trial:
             return self.verdict(Status.NOT_APPLICABLE, match.reason or "it does not apply here")
         return None
 
-    def _rivals(self, transform: Transform) -> list[Standing]:
+    def _rivals(self, transform: Transform) -> list[StandingChange]:
         standing = self.loop.kept.standing
         names = planner.conflicting(
             transform.id, transform.conflicts, [(s.transform.id, s.transform.conflicts) for s in standing]

@@ -24,7 +24,7 @@ from advisor.trials.numerics.layers import apart, bound
 from advisor.trials.numerics.plain import PlainStep
 from advisor.trials.numerics.precision import EPSILON
 from advisor.trials.numerics.rerun import moved
-from advisor.trials.numerics.seen import Copies, into
+from advisor.trials.numerics.seen import SeenCopies, into
 
 _DRAWS = 2
 # Their gradients add up in one tensor that all of them know: none is told by itself.
@@ -82,7 +82,7 @@ def observed(plain: PlainStep, room: float = math.inf) -> Iterator[list[JudgedOp
 
 def _run(plain: PlainStep, window: _Window) -> None:
     modules = list(plain.call.root.module.modules())
-    kind, copies = plain.saved.device.type, Copies()
+    kind, copies = plain.saved.device.type, SeenCopies()
 
     def noted(graph: fx.GraphModule) -> Callable[..., Any]:
         return _Noting(graph, window, copies, kind).run
@@ -155,7 +155,7 @@ class ByPyTorch(Interpreter):
 class _Noting(Interpreter):
     """Runs a rewritten graph, and notes what its own operations are given and give."""
 
-    def __init__(self, graph: fx.GraphModule, window: _Window, copies: Copies, kind: str) -> None:
+    def __init__(self, graph: fx.GraphModule, window: _Window, copies: SeenCopies, kind: str) -> None:
         super().__init__(graph)
         self.window, self.copies, self.kind = window, copies, kind
 

@@ -145,7 +145,7 @@ def observed(plain: PlainStep, modules: dict[str, Layer], lift: float) -> Seen:
     seen = Seen({name: [] for name in modules}, {})
     seen.biases = {name: bias.clone() for name, m in modules.items() if (bias := moved_bias(m)) is not None}
     hooks: list[Any] = []
-    copies = Copies()
+    copies = SeenCopies()
     for name, module in modules.items():
         before = _before(seen.calls[name], copies, plain.saved.states)
         hooks.append(module.register_forward_pre_hook(before, with_kwargs=True))
@@ -180,7 +180,7 @@ def into(kept: dict[int, torch.Tensor], place: int) -> Callable[[torch.Tensor | 
     return noting(lambda gradient: kept.__setitem__(place, gradient))
 
 
-class Copies:
+class SeenCopies:
     """One copy of each tensor as it stands: what one module gives out, the next is given."""
 
     def __init__(self) -> None:
@@ -201,7 +201,7 @@ class Copies:
         self._known[alias] = alias._version, self.of(value)
 
 
-def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[torch.Tensor]]) -> Callable[..., Any]:
+def _before(calls: list[SeenCall], copies: SeenCopies, states: Callable[[], list[torch.Tensor]]) -> Callable[..., Any]:
     def hook(module: Layer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         call = SeenCall(
             list(pytree.tree_map(copies.of, args)),
@@ -227,7 +227,7 @@ def _before(calls: list[SeenCall], copies: Copies, states: Callable[[], list[tor
     return hook
 
 
-def _after(calls: list[SeenCall], copies: Copies) -> Callable[..., None]:
+def _after(calls: list[SeenCall], copies: SeenCopies) -> Callable[..., None]:
     def hook(module: Layer, args: Any, output: Any) -> None:
         call = next(call for call in reversed(calls) if call.output is None)
         written = {place for place, (alias, version) in call.given.items() if alias._version != version}

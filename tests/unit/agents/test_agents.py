@@ -13,7 +13,7 @@ import pytest
 import samples
 import yaml
 
-from advisor.agents.calls import Calls
+from advisor.agents.calls import AgentCalls
 from advisor.agents.server import INSTRUCTIONS, server
 from advisor.cli.main import COMMANDS, cli
 from advisor.core.errors import AdvisorError
@@ -46,7 +46,7 @@ KEPT = {"schema_version": 1, "type": "attempt", **to_plain(samples.attempt())}
 def test_an_agent_goes_from_the_first_card_to_a_proved_patch(tmp_path):
     """Profile, read the first card, try an edit of one's own, take its verdict: as the skill says."""
     run = Recorded(profile=(0, None), report=(0, RUN), **{"try": (0, KEPT)})
-    calls = Calls(tmp_path, run)
+    calls = AgentCalls(tmp_path, run)
     found = calls.profile("train.py", ["--lr", "0.1"])
     assert run.asked[0][:2] == ["profile", "-q"]
     assert run.asked[0][-3:] == ["train.py", "--lr", "0.1"]
@@ -59,7 +59,7 @@ def test_an_agent_goes_from_the_first_card_to_a_proved_patch(tmp_path):
 
 
 def test_answers_are_short(tmp_path):
-    calls = Calls(tmp_path, Recorded(report=(0, RUN)))
+    calls = AgentCalls(tmp_path, Recorded(report=(0, RUN)))
     assert len(json.dumps(RUN)) > 100_000
     assert len(json.dumps(calls.profile("train.py"))) < 8_000
     applied = calls.apply("train.py")
@@ -70,7 +70,7 @@ def test_answers_are_short(tmp_path):
 
 def test_what_fails_is_told(tmp_path):
     error = {"schema_version": 1, "type": "error", "text": "no run", "fix": "Look."}
-    calls = Calls(tmp_path, Recorded(profile=(7, None), report=(2, error), compare=(3, None)))
+    calls = AgentCalls(tmp_path, Recorded(profile=(7, None), report=(2, error), compare=(3, None)))
     failed = calls.profile("train.py")
     assert (failed["type"], failed["exit_code"], failed["said"]) == ("error", 7, "said on stderr")
     assert failed["text"] == "no run"
@@ -78,13 +78,13 @@ def test_what_fails_is_told(tmp_path):
     def missing(words, folder):
         return 2, json.dumps(error), "advisor: no script gone.py; expected a file.\n"
 
-    assert Calls(tmp_path, missing).profile("gone.py")["text"] == "no script gone.py; expected a file."
+    assert AgentCalls(tmp_path, missing).profile("gone.py")["text"] == "no script gone.py; expected a file."
     assert calls.compare("a", "b") == {"type": "error", "text": "said on stderr", "exit_code": 3}
 
 
 def test_a_rule_is_explained(tmp_path):
     run = Recorded(rules=(0, {"type": "rule", "id": "x", "title": "X", "text": "why", "path": "/p", "transform": ""}))
-    assert Calls(tmp_path, run).explain("x")["text"] == "why"
+    assert AgentCalls(tmp_path, run).explain("x")["text"] == "why"
 
 
 def commands() -> list[str]:
@@ -117,7 +117,7 @@ def test_the_skill_names_rules_and_verdicts_that_are_there():
 
 def test_the_server_has_its_tools_and_answers(tmp_path):
     pytest.importorskip("mcp")
-    found = server(Calls(tmp_path, Recorded(**{"try": (0, KEPT)})))
+    found = server(AgentCalls(tmp_path, Recorded(**{"try": (0, KEPT)})))
     tools = asyncio.run(found.list_tools())
     assert {tool.name for tool in tools} == {"profile", "explain", "try_change", "try_patch", "apply", "compare"}
     assert all(tool.name in INSTRUCTIONS for tool in tools if tool.name not in ("explain", "compare"))
@@ -128,4 +128,4 @@ def test_the_server_has_its_tools_and_answers(tmp_path):
 def test_without_the_sdk_one_line_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "mcp.server.mcpserver", None)
     with pytest.raises(AdvisorError, match=r"cnn-advisor\[mcp\]"):
-        server(Calls(tmp_path))
+        server(AgentCalls(tmp_path))

@@ -58,7 +58,7 @@ def bench(
         host_only: bool = False,
     ) -> tuple[int, list[dict[str, Any]]]:
         monkeypatch.setattr(ops, "measure", measure)
-        choice = op_rows.Choice(pattern=pattern, changed=changed, short_only=short_only, part=part)
+        choice = op_rows.RowChoice(pattern=pattern, changed=changed, short_only=short_only, part=part)
         code = ops.run(
             choice, out=tmp_path / "ops.json", baselines=(), counters=counters, host_only=host_only, say=lambda _: None
         )
@@ -79,7 +79,7 @@ def test_a_pattern_is_words_of_family_name_dtype_and_shape() -> None:
 
 def test_without_a_gpu_it_says_so() -> None:
     with pytest.raises(AdvisorError) as caught:
-        ops.run(op_rows.Choice(), out=None, baselines=(), counters=True, say=print)
+        ops.run(op_rows.RowChoice(), out=None, baselines=(), counters=True, say=print)
     assert caught.value.exit_code == ExitCode.GPU_REQUIRED
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import samples
 
-from advisor.bench.op_rows import Choice
+from advisor.bench.op_rows import RowChoice
 from advisor.cli import ask as asking
 from advisor.cli import output
 from advisor.core.errors import AdvisorError, ExitCode
@@ -420,14 +420,14 @@ def test_bench(invoke, monkeypatch, tmp_path, what):
         if what == "models"
         else {"counters": False, "host_only": False}
     )
-    assert (name, of) == (what, () if what == "models" else (Choice(pattern="bn"),))
+    assert (name, of) == (what, () if what == "models" else (RowChoice(pattern="bn"),))
     assert options == {"out": out, "baselines": ("eager",), **more}
     assert invoke("bench", what, "--changed", "--short", "--counters").exit_code == 0
     _, of, options = called[1]
-    assert (options["changed"] if what == "models" else of == (Choice(changed=True, short_only=True),)) is True
+    assert (options["changed"] if what == "models" else of == (RowChoice(changed=True, short_only=True),)) is True
     assert invoke("bench", what, "--baseline", "cudnn").exit_code == ExitCode.USAGE
     assert invoke("bench", "ops", "--part", "2/4").exit_code == 0
-    assert called[-1][1] == (Choice(part=(2, 4)),)
+    assert called[-1][1] == (RowChoice(part=(2, 4)),)
     for wrong in ("0/2", "3/2", "2", "a/b"):
         refused = invoke("bench", "ops", "--part", wrong)
         assert (refused.exit_code, "write 1/4 to 4/4" in refused.output) == (ExitCode.USAGE, True)

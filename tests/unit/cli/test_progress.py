@@ -5,7 +5,7 @@ import io
 import pytest
 import screen
 
-from advisor.cli.progress import BAR, Progress
+from advisor.cli.progress import BAR, ProgressLine
 
 
 class Terminal(io.StringIO):
@@ -15,7 +15,7 @@ class Terminal(io.StringIO):
 
 def test_counting_messages_are_sparse_without_a_terminal():
     stream = io.StringIO()
-    with Progress(stream, live=True) as say:
+    with ProgressLine(stream, live=True) as say:
         for i in range(20):
             say(f"timing step {i} of 20")
         say("tracing\n3 steps")
@@ -26,7 +26,7 @@ def test_counting_messages_come_again_after_a_while(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = io.StringIO()
-    say = Progress(stream)
+    say = ProgressLine(stream)
     say("step 1")
     now[0] += 5
     say("step 2")
@@ -39,7 +39,7 @@ def test_live_line_is_replaced_and_ended(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "30")
     stream = Terminal()
-    with Progress(stream, live=True) as say:
+    with ProgressLine(stream, live=True) as say:
         say("pair 1 of 6")
         say("pair 2 of 6")
         say("trying something with a very long name indeed")
@@ -56,15 +56,15 @@ def test_live_line_is_replaced_and_ended(monkeypatch):
 def test_verbose_says_all_and_quiet_nothing():
     loud, still = Terminal(), Terminal()
     for i in range(3):
-        Progress(loud, verbose=True)(f"step {i}")
-        Progress(still, quiet=True)(f"step {i}")
+        ProgressLine(loud, verbose=True)(f"step {i}")
+        ProgressLine(still, quiet=True)(f"step {i}")
     assert loud.getvalue().count("\n") == 3
     assert still.getvalue() == ""
 
 
 def test_a_closed_stream_stops_nothing():
     stream = io.StringIO()
-    say = Progress(stream)
+    say = ProgressLine(stream)
     stream.close()
     say("step 1")
     say.close()
@@ -75,7 +75,7 @@ def test_a_terminal_tears_no_word_apart_and_a_log_has_one_line_for_one_message(m
     terminal, log = Terminal(), io.StringIO()
     text = "what native libraries write, and what is sent elsewhere, is not put back within 12 s"
     for stream in (terminal, log):
-        Progress(stream)(text)
+        ProgressLine(stream)(text)
     assert log.getvalue() == f"[advisor] {text}\n"
     lines = screen.laid_out(terminal.getvalue().replace("\n", "\r\n"), 40)[:-1]
     assert len(lines) > 1
@@ -92,7 +92,7 @@ def test_a_bar_of_the_scripts_stays_whole_and_nothing_stands_behind_it(monkeypat
     monkeypatch.delenv("COLUMNS", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     with screen.terminal(columns) as (stream, master):
-        with Progress(stream) as say:
+        with ProgressLine(stream) as say:
             say("running train.py")
             for number in range(4):
                 for done in (2 * number, 2 * number + 1):
@@ -117,7 +117,7 @@ def test_a_bar_of_the_scripts_stays_whole_and_nothing_stands_behind_it(monkeypat
 
 def test_a_line_that_the_script_has_ended_leaves_no_blank_one():
     with screen.terminal(40) as (stream, master):
-        with Progress(stream) as say:
+        with ProgressLine(stream) as say:
             for text in ("running train.py", "reading the trace"):
                 stream.write("x" * 40 + "\n")  # as wide as the terminal
                 say(text)
@@ -131,7 +131,7 @@ def test_what_takes_long_says_how_long_it_still_takes(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     loud = Terminal()
-    say = Progress(loud, verbose=True)
+    say = ProgressLine(loud, verbose=True)
     for done, passed in ((2, 0), (3, 2), (6, 6), (10, 8)):
         now[0] = 100.0 + passed
         say(f"timed: {done} of 10 steps")
@@ -143,7 +143,7 @@ def test_what_is_short_does_not(monkeypatch):
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     stream = Terminal()
-    say = Progress(stream, verbose=True)
+    say = ProgressLine(stream, verbose=True)
     for done in range(4):
         now[0] += 0.1
         say(f"timed: {done} of 10 steps")
@@ -160,7 +160,7 @@ def test_a_message_that_counts_on_has_a_bar_while_it_may_change(monkeypatch, no_
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("NO_COLOR", no_color)
     stream = Encoded()
-    with Progress(stream, live=True) as say:
+    with ProgressLine(stream, live=True) as say:
         say("measuring pool: case 1 of 4")
         say("measuring pool: case 3 of 4")
     first, second, last = stream.getvalue().removeprefix("\r\x1b[2K").split("\r\x1b[2K")
@@ -175,6 +175,6 @@ def test_a_stream_that_has_no_such_characters_gets_no_bar(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     stream = Terminal()  # of no known encoding
-    with Progress(stream, live=True) as say:
+    with ProgressLine(stream, live=True) as say:
         say("case 1 of 4")
     assert stream.getvalue() == "\r\x1b[2K[advisor] case 1 of 4\n"

@@ -32,7 +32,7 @@ def test_torchrun_stands_in_the_interpreters_place_and_the_words_stay(tmp_path: 
     script = tmp_path / "train.py"
     script.write_text("")
     plain = ScriptCommand.parse((str(script), "--lr", "0.1"))
-    found = starting.on_ranks(plain, 3, tmp_path, seed=7, way=place.Way(norms=place.LOCAL))
+    found = starting.on_ranks(plain, 3, tmp_path, seed=7, way=place.RankWay(norms=place.LOCAL))
     assert found.started[1:] == (
         "-m",
         "advisor.distributed.agent",

@@ -168,7 +168,7 @@ def test_a_fault_of_advisors_own_is_an_error_and_leaves_nothing_behind(
     with pytest.raises(AdvisorError, match="fault in advisor ended the measurement: RuntimeError: planted"):
         measure(convolution_step(), **SHORT)
     monkeypatch.undo()
-    monkeypatch.setattr(loaders.LoaderWatch, "hook", broken)
+    monkeypatch.setattr(loaders.LoaderHooks, "hook", broken)
     with pytest.raises(TypeError):
         measure(convolution_step(), **SHORT)
 

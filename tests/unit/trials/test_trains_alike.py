@@ -116,7 +116,7 @@ def test_a_value_that_a_rounding_has_turned_is_told_from_a_fault_by_another_seed
     script = Script(command, tmp_path, None, said.append)
 
     def prove() -> ranks.RanksProof:
-        return ranks.prove(command, 2, script, seed=7, way=place.Way(), launch=None, say=said.append)
+        return ranks.prove(command, 2, script, seed=7, way=place.RankWay(), launch=None, say=said.append)
 
     if passes:
         assert prove().check.passed

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from advisor.profiling.inside import growth, memory
-from advisor.profiling.inside.growth import Readings
+from advisor.profiling.inside.growth import MemoryReadings
 from advisor.profiling.inside.memory import MemoryProbe
 
 KIB, MIB = 1024, 2**20
 
 
-def readings(*nbytes: float, every: int = 3) -> Readings:
-    return Readings([(every * i, value) for i, value in enumerate(nbytes)])
+def readings(*nbytes: float, every: int = 3) -> MemoryReadings:
+    return MemoryReadings([(every * i, value) for i, value in enumerate(nbytes)])
 
 
 @pytest.mark.parametrize("rate", [4, 787_000, 40 * MIB])
@@ -46,7 +46,7 @@ def test_what_ends_or_is_freed_is_no_leak(nbytes: tuple[float, ...]) -> None:
 
 def test_steps_between_readings_may_vary() -> None:
     steps = (0, 1, 5, 6, 11, 14, 20)
-    found = Readings([(step, 100.0 * step) for step in steps])
+    found = MemoryReadings([(step, 100.0 * step) for step in steps])
     assert found.steady()
     assert found.a_step() == 100
 

@@ -15,7 +15,7 @@ from advisor.loop.session import Session
 from advisor.trials.live import sizes
 from advisor.trials.live.blocks import TimedBlocks
 from advisor.trials.live.limit import Limit
-from advisor.trials.live.sizes import Part
+from advisor.trials.live.sizes import BlockPart
 from advisor.trials.live.times import Times
 from advisor.trials.records import InTrial
 from advisor.trials.statistics import Decision
@@ -45,7 +45,7 @@ class Detector:
         self.step = 0
         self.side = 320
 
-    def steps(self, count: int, factor: float) -> Part:
+    def steps(self, count: int, factor: float) -> BlockPart:
         times, elements = [], []
         for _ in range(count):
             if self.step % self.run == 0:
@@ -56,7 +56,7 @@ class Detector:
             burst = 3.0 if self.bursts and self.chance.random() < self.bursts else 1.0
             times.append(1e5 * max(device, self.floor) * burst * math.exp(self.chance.gauss(0, 0.01)))
             elements.append(pixels * 96 if self.told else 0)
-        return Part(tuple(times), tuple(elements), math.fsum(times) / count)
+        return BlockPart(tuple(times), tuple(elements), math.fsum(times) / count)
 
 
 def trial(detector: Detector, gain: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Decision, Times]:
@@ -117,7 +117,7 @@ def test_times_are_those_at_one_size_and_say_so(monkeypatch):
 
 
 def test_one_size_changes_nothing():
-    times, parts = Times(), [Part((10.0, 11.0, 12.0), (5, 5, 5), 11.5), Part((9.0, 9.5, 30.0), (5, 5, 5))]
+    times, parts = Times(), [BlockPart((10.0, 11.0, 12.0), (5, 5, 5), 11.5), BlockPart((9.0, 9.5, 30.0), (5, 5, 5))]
     for arm, part in zip((times.off, times.on), parts, strict=True):
         times.add(arm, part)
     assert (times.exponent, times.off.medians, times.on.medians) == (0.0, [11.0], [9.5])
@@ -151,21 +151,21 @@ def test_a_step_of_unknown_size_leaves_all_times_as_they_were():
 
 
 def test_sizes_that_tell_nothing_are_left_alone():
-    def arms(*parts: Part) -> list[list[Part]]:
+    def arms(*parts: BlockPart) -> list[list[BlockPart]]:
         return [list(parts), []]
 
     chance = random.Random(3)
     many = tuple(1000 * chance.randint(1, 9) for _ in range(60))
-    assert sizes.exponent(arms(Part(tuple(5.0 for _ in many), many))) == 0.0  # the host bounds the step
-    assert sizes.exponent(arms(Part(tuple(1e9 / e for e in many), many))) == 0.0  # nothing is faster for more work
-    assert sizes.exponent(arms(Part(tuple(float(e**3) for e in many), many))) == sizes.STEEPEST
-    assert sizes.exponent(arms(Part((1.0, 2.0), (1, 2)))) == 0.0  # too few
-    assert sizes.exponent(arms(Part((1.0,) * 60, (0, *many[1:])))) == 0.0  # unknown
+    assert sizes.exponent(arms(BlockPart(tuple(5.0 for _ in many), many))) == 0.0  # the host bounds the step
+    assert sizes.exponent(arms(BlockPart(tuple(1e9 / e for e in many), many))) == 0.0  # nothing is faster for more work
+    assert sizes.exponent(arms(BlockPart(tuple(float(e**3) for e in many), many))) == sizes.STEEPEST
+    assert sizes.exponent(arms(BlockPart((1.0, 2.0), (1, 2)))) == 0.0  # too few
+    assert sizes.exponent(arms(BlockPart((1.0,) * 60, (0, *many[1:])))) == 0.0  # unknown
     assert sizes.exponent([[], []]) == 0.0
 
 
 def test_what_the_change_saves_is_no_part_of_how_steps_grow():
     """One arm happened to get the larger images."""
-    small = Part(tuple(100.0 * e for e in (8, 9, 10, 11) * 6), (8, 9, 10, 11) * 6)
-    large = Part(tuple(50.0 * e for e in (12, 13, 14, 15) * 6), (12, 13, 14, 15) * 6)
+    small = BlockPart(tuple(100.0 * e for e in (8, 9, 10, 11) * 6), (8, 9, 10, 11) * 6)
+    large = BlockPart(tuple(50.0 * e for e in (12, 13, 14, 15) * 6), (12, 13, 14, 15) * 6)
     assert sizes.exponent([[small], [large]]) == pytest.approx(1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from advisor.transforms.base import Undo
-from advisor.trials.kept import Standing
+from advisor.trials.kept import StandingChange
 from advisor.trials.live.switch import Switch, Unclean
 
 
@@ -31,7 +31,7 @@ class Change:
 
 
 def beside(candidate: Change, *rivals: Change) -> Switch:
-    return Switch(None, candidate, {}, [Standing(rival, {}, rival.apply(None, {})) for rival in rivals])
+    return Switch(None, candidate, {}, [StandingChange(rival, {}, rival.apply(None, {})) for rival in rivals])
 
 
 def test_a_candidate_takes_its_rivals_place_and_gives_it_back() -> None:

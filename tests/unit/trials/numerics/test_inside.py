@@ -451,7 +451,7 @@ def test_a_script_may_have_set_another_default_device() -> None:
 
 
 def test_one_copy_serves_where_values_are_the_same_and_no_longer() -> None:
-    copies = seen.Copies()
+    copies = seen.SeenCopies()
     x = torch.ones(4)
     first = copies.of(x)
     assert copies.of(x) is first
