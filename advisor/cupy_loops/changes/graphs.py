@@ -39,7 +39,9 @@ class Graphs(Change):
             return Backend(module)
 
         recorder = self.recorder = Recorder(module, patches, self.backend or backend)
-        Surface(module, recorder.handle, patches, recorder.wrap).patch()
+        surface = Surface(module, recorder.handle, patches, recorder.wrap)
+        surface.on_late.append(recorder.seen_too)
+        surface.patch()
         recorder.seen()
         patches.undo(recorder.finish)
         for name in MEMORY:

@@ -17,6 +17,13 @@ def loaded_beside() -> set[str]:
     return {name for name in sys.modules if name.startswith(UNSEEN)}
 
 
+def around(name: str) -> set[str]:
+    """A module, those that it is in, and those in it that are imported by now."""
+    parts = name.split(".")
+    above = {".".join(parts[:n]) for n in range(1, len(parts) + 1)}
+    return above | {found for found in loaded_beside() if found.startswith(name + ".")}
+
+
 def used_by_script(names: Iterable[str]) -> list[str]:
     """Of these modules those that other code than the libraries' own holds, takes something from, or names in a function."""
     wanted = sorted(names)

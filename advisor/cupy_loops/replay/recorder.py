@@ -17,7 +17,7 @@ import numpy as np
 from advisor.core.errors import first_line
 from advisor.cupy_loops.replay import augmented, checked, naive, quick
 from advisor.cupy_loops.replay.arena import Arena
-from advisor.cupy_loops.replay.beside import loaded_beside, used_by_script
+from advisor.cupy_loops.replay.beside import around, loaded_beside, used_by_script
 from advisor.cupy_loops.replay.calls import Entry, NotAStep, Program, arrays_of, flat, same
 from advisor.cupy_loops.replay.finding import Finder
 from advisor.cupy_loops.replay.incoming import Incoming
@@ -76,6 +76,10 @@ class Recorder(quick.state()):  # type: ignore[misc]  # a class known at run tim
     def seen(self) -> None:
         """All that is loaded by now is seen called, as patches are in their places: they load parts of cupyx themselves."""
         self._beside = loaded_beside()
+
+    def seen_too(self, name: str) -> None:
+        """So is this part of cupyx, and what it has brought with it."""
+        self._beside |= around(name)
 
     # -- calls ------------------------------------------------------------------------------------------------------
 

@@ -26,6 +26,9 @@ _WITH_NUMBERS = frozenset(
     f"__{turned}{name}__" for name in ("add", "sub", "mul", "truediv", "pow") for turned in ("", "r", "i")
 ) | {"multiply", "add", "subtract", "divide", "true_divide", "power", "maximum", "minimum"}
 
+# What draws numbers, waits for the host, or brings arrays of its own to the device.
+_MADE = ("random.", "linalg.", "cupyx.scipy.")
+
 
 def understand(first: list[CupyCall], second: list[CupyCall], array: Any, varying: set[tuple[int, int]]) -> Program:
     """The program of the loop that made these two steps, one behind the other.
@@ -67,7 +70,7 @@ class _Reader:
         entry = Entry(name=new.name, plain=new.plain, size=len(new.args), keys=keys)
         if old.result is NotImplemented and new.result is NotImplemented:
             return self._left_to_others(entry, olds, news)
-        made = new.name in SOURCES | HOSTED or new.name.startswith(("random.", "linalg.")) or self._is_masked(new)
+        made = new.name in SOURCES | HOSTED or new.name.startswith(_MADE) or self._is_masked(new)
         if new.name in LOOKS:
             entry.how = "look"
         elif made:

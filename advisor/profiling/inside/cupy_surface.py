@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 
 from advisor.loop.patches import Patches
+from advisor.profiling.inside.late_modules import LateModules
 from advisor.profiling.trace.cupy_names import MADE
 
 Handler = Callable[[str, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
@@ -118,6 +119,9 @@ class Surface:
 
     Args:
         wrap: makes what stands in the place of a function of this name; None: the handler around its outermost calls.
+
+    Attributes:
+        on_late: called with the name of a part of cupyx that the script has imported since, its functions wrapped by then.
     """
 
     def __init__(
@@ -131,6 +135,7 @@ class Surface:
         self.inside = False
         self.thread = threading.get_ident()
         self.wrap = wrap or self._wrapped
+        self.on_late: list[Callable[[str], None]] = []
 
     def patch(self, names: Iterable[str] | None = None) -> None:
         """Wrap all of it, or only what the handler would be told under one of these names."""
@@ -155,13 +160,28 @@ class Surface:
                 part = getattr(part, step, None)
             if part is not None:
                 self._patch_functions(part, f"{name}.", wanted)
-        for name in EXTRA:
-            if name.split(".")[0] == "cupyx" and self.module.__name__ == "cupy" and name in sys.modules:
-                self._patch_functions(importlib.import_module(name), f"{name}.", wanted)
+        if self.module.__name__ == "cupy":
+            for name in EXTRA:
+                if name in sys.modules:
+                    self._patch_functions(importlib.import_module(name), f"{name}.", wanted)
+            if wanted is None:
+                self._await([name for name in EXTRA if name not in sys.modules])
         for name in _KERNELS:
             kind = getattr(self.module, name, None)
             if isinstance(kind, type) and (wanted is None or name in wanted):
                 self.patches.replace(self.module, name, self._kernel(name, kind))
+
+    def _await(self, names: list[str]) -> None:
+        """Scripts import these behind `import cupy`, which is when this is."""
+
+        def imported(name: str) -> None:
+            self._patch_functions(sys.modules[name], f"{name}.", None)
+            for listener in self.on_late:
+                listener(name)
+
+        late = LateModules(names, imported)
+        late.start()
+        self.patches.undo(late.stop)
 
     def _patch_makers(self) -> None:
         """What makes kernels or takes arrays by other ways than a call of a function."""
