@@ -260,6 +260,8 @@ def _product(
 
 def _least_us(environment: Environment, nbytes: float, flops: float, row: KernelRow, dtype: str) -> float:
     """The least time of a product by the way that its longest kernel makes it; 0.0 where nothing bounds it or nothing is known."""
+    if environment.rates_doubt:
+        return 0.0
     if row.calls > 0 and nbytes / row.calls <= environment.l2_bytes:
         nbytes = 0.0  # it may never have left the cache
     flops = flops / _FEWER.get(_named(row.name), 1.0)
@@ -270,7 +272,7 @@ def _least_us(environment: Environment, nbytes: float, flops: float, row: Kernel
 
 def _error(view: View, least_us: float, time_us: float) -> str:
     """No step is faster than its machine: a time below that is a wrong time, or wrong bytes or operations."""
-    if not view.on_gpu or view.profile.environment.rates_doubt or least_us <= time_us * RATES_ERROR:
+    if not view.on_gpu or least_us <= time_us * RATES_ERROR:
         return ""
     return (
         f"{time_text(time_us)} is less than the {time_text(least_us)} that this machine needs at least: "

@@ -287,6 +287,14 @@ def test_a_time_below_the_speed_of_light_is_an_error() -> None:
     assert alone(kernel("fprop", **(half | {"time_us": 97.0}))).error == ""  # rates are not known that well
 
 
+def test_no_limit_is_told_from_rates_that_are_in_doubt() -> None:
+    """Seen beside other programs on a CPU: 158 % of the limit."""
+    machine = replace(profile().environment, rates_doubt="other processes took 66 % of the cores")
+    row = kernel("fprop", **(HALF | {"modelled_bytes": 400e6, "time_us": 50.0}))
+    (product,) = products(replace(profile(row), environment=machine))
+    assert (product.of_limit, product.error) == (None, "")
+
+
 @pytest.mark.parametrize(
     ("name", "nbytes", "flops"),
     [
