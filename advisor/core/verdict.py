@@ -114,6 +114,11 @@ class StackVerdict:
     losses_stack: tuple[float, ...] = ()
     kernels: tuple[str, ...] = ()  # sources of the bundled kernels that ran in the stack
 
+    @property
+    def by_device(self) -> bool:
+        """Whether it holds by the device's time, while the step itself tells nothing: it waits for something else, as long as before."""
+        return bool(self.passed) and (self.speedup_low or 0.0) <= 1.0 < (self.device_speedup_low or 0.0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Round:

@@ -238,10 +238,12 @@ def _tiles(profile: StepProfile, trials: TrialLog | None) -> list[tuple[str, str
     stack = trials.stack if trials is not None else None
     # What is not proved is never the largest number on the page: it stands among the trials.
     if stack is not None and stack.speedup is not None and stack.passed:
-        note = ""
-        if stack.speedup_low is not None and stack.speedup_high is not None:
-            note = units.bounds_text(stack.speedup_low, stack.speedup_high)
-        tiles.append(("Speed-up", numbers.factor(stack.speedup), note))
+        label, speedup, low, high = "Speed-up", stack.speedup, stack.speedup_low, stack.speedup_high
+        if stack.by_device and stack.device_speedup is not None:
+            label, speedup = "Device time shorter", stack.device_speedup
+            low, high = stack.device_speedup_low, stack.device_speedup_high
+        note = units.bounds_text(low, high) if low is not None and high is not None else ""
+        tiles.append((label, numbers.factor(speedup), note))
     if stack is not None and stack.passed and stack.samples_per_s_plain and stack.samples_per_s_stack:
         note = f"samples/s, {units.samples_text(stack.samples_per_s_plain)} plain"
         tiles.append(("Rate with the plan", units.samples_text(stack.samples_per_s_stack), note))

@@ -209,11 +209,14 @@ def trials_headline(trials: TrialLog) -> str:
         return _nothing_kept(trials, declined)
     if stack is None or stack.speedup is None or not stack.passed:
         return f"{changes}; the plan was not proved against the plain script."
-    speed = f"{factor(stack.speedup)} the plain script's speed"
+    between = ""
     if stack.speedup_low is not None and stack.speedup_high is not None:
-        speed += f" ({bounds_text(stack.speedup_low, stack.speedup_high)})"
-    device = f"; {told}" if (told := device_speedup(stack)) else ""
-    return f"Proved: {speed}{device}, {changes}."
+        between = f" ({bounds_text(stack.speedup_low, stack.speedup_high)})"
+    device = device_speedup(stack)
+    if stack.by_device:
+        return f"Proved: {device}, and is not slower for it: {factor(stack.speedup)} the speed{between}; {changes}."
+    speed = f"{factor(stack.speedup)} the plain script's speed{between}"
+    return f"Proved: {speed}{'; ' if device else ''}{device}, {changes}."
 
 
 def device_speedup(stack: StackVerdict) -> str:

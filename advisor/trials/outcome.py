@@ -93,9 +93,13 @@ def exit_code(log: TrialLog) -> int:
 
 
 def speedup(log: TrialLog) -> str:
-    """As a plan has it, "3.10× (3.05 to 3.14)"; "" where the whole is not proved."""
+    """As a plan has it, "3.10× (3.05 to 3.14)", and what of it is proved where that is the device's time; "" where the whole is not proved."""
     stack = log.stack
     if stack is None or not stack.passed or stack.speedup is None:
         return ""
     low, high = stack.speedup_low or 0.0, stack.speedup_high or math.inf
-    return f"{stack.speedup:.2f}× ({bounds_text(low, high)})"
+    step = f"{stack.speedup:.2f}× ({bounds_text(low, high)})"
+    if not stack.by_device or stack.device_speedup is None:
+        return step
+    between = bounds_text(stack.device_speedup_low or 0.0, stack.device_speedup_high or math.inf)
+    return f"the device's time {stack.device_speedup:.2f}× shorter ({between}), the step not slower: {step}"
