@@ -29,7 +29,7 @@ from advisor.trials.choosing import Ask, CandidateChooser
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.options import USUAL, SearchOptions
 from advisor.trials.processes import SearchProcesses
-from advisor.trials.proof import Proof
+from advisor.trials.proof import LOADER, Proof
 from advisor.trials.rounds import Recommend, Rounds
 from advisor.trials.script import Launch, Say, Script
 from advisor.trials.stack import StackTrial
@@ -249,6 +249,8 @@ class Search:
         self._note_proof()
         self._save_proved()
         feeds = [c for c in self.processes.on_top if c.transform in planner.RESTARTED and c is not fed]
+        if fed is None and self.proved.verdict.waits_for == LOADER and (asked := self._more_workers()) is not None:
+            feeds += [asked] if asked not in feeds else []
         if feeds and not self.script.over:
             before = self.proved = self.stack.with_plain(self.proved)
             self.proved = self.parts.add_on_top(self.proved, feeds)
@@ -262,16 +264,22 @@ class Search:
         run_dir = self.script.run_dir
         if not feeding.waits(records.verdicts(run_dir), self.profile):
             return None
-        asked = next((c for c in self.processes.on_top if c.transform == feeding.WORKERS), None)
-        if asked is None:
-            asked = feeding.more_workers()
-            if any(c.transform == asked.transform for c in self.rounds.known):  # and it does not apply, or was declined
-                return None
-            if not (self.options.wants(asked) and self.choose([asked])):
-                return None
-            self.rounds.known += (asked,)
-        if records.untried(run_dir, [asked]):
+        asked = self._more_workers()
+        if asked is not None and records.untried(run_dir, [asked]):
             records.save_verdict(run_dir, records.verdict_on(asked, Status.KEPT, f"{feeding.WHY}; {records.UNDECIDED}"))
+        return asked
+
+    def _more_workers(self) -> Recommendation | None:
+        """The change that is to be tried on top of the whole, or what no rule has asked for yet; None where it does not apply, or is not wanted."""
+        asked = next((c for c in self.processes.on_top if c.transform == feeding.WORKERS), None)
+        if asked is not None:
+            return asked
+        asked = feeding.more_workers()
+        if any(c.transform == asked.transform for c in self.rounds.known):  # and it does not apply, or was declined
+            return None
+        if not (self.options.wants(asked) and self.choose([asked])):
+            return None
+        self.rounds.known += (asked,)
         return asked
 
     def _note_proof(self) -> None:

@@ -24,6 +24,7 @@ from advisor.profiling.beside.launcher import Exit
 from advisor.reporting import terminal_trials, wording
 from advisor.trials import budget, fresh, handover, planfile, planner, processes, prove, records, search, spent
 from advisor.trials.choosing import Answer
+from advisor.trials.options import SearchOptions
 from advisor.trials.script import Script as RealScript
 from advisor.trials.script import last_line
 from advisor.userfiles import restore
@@ -49,6 +50,7 @@ class Script:
         self.on_top = ()
         self.together = {}  # transform → those it was tried with as one
         self.noise = 0.01  # of a step
+        self.device_us = {}  # kept transforms → of it, the device's own where nobody waits for the loader
         self.loss = lambda kept, step: 2.0 - 0.01 * step
         self.steps_a_life = None  # candidates a child gets through before the script ends by itself
         self.stops = Exit(code=0, stopped_by_advisor=True)
@@ -109,6 +111,7 @@ class Script:
             records.Measurement(
                 step_us=steps,
                 every_us=steps,
+                device_us=tuple(self.device_us[names] for _ in steps) if names in self.device_us else (),
                 losses=tuple(self.loss(names, i) for i in range(session.warmup + session.steps)),
                 batch_size=32,
                 applied=names,
@@ -744,6 +747,28 @@ def test_a_process_that_never_comes_to_a_step_ends_the_search_at_once(script, en
     shown = terminal_trials.trials_text(log).splitlines()
     assert [line for line in shown if line.strip()][1:3] != []
     assert "fault in advisor" in " ".join(shown[:4])
+
+
+@pytest.mark.parametrize(("own_us", "wanted"), [(200.0, True), (490.0, False)])
+def test_a_plan_that_makes_its_loader_the_bound_is_tried_with_more_workers(script, own_us, wanted):
+    """DeepLabV3+: 164 ms on the device, 45 with the plan behind workers that take 130. The trial's short blocks lived of what had been made
+    before, so nothing was seen of it until the fresh runs."""
+    script.step_us.update({("tf32",): 500.0, ("tf32", "loader_workers"): 250.0})
+    script.device_us = {(): 990.0, ("tf32",): own_us, ("tf32", "loader_workers"): 200.0}
+    records.save_verdict(script.run_dir, Verdict(transform="tf32", status="kept", reason="as told"))
+    begun = search.begin(COMMAND, None, run_dir=script.run_dir, say=lambda text: None, launch=script)
+    begun.prove_at_once()
+    assert begun.proved.holds
+    assert set(begun.proved.items) == {"tf32", *(["loader_workers"] if wanted else [])}
+
+
+def test_workers_that_are_not_wanted_stay_as_they_are(script):
+    script.step_us[("tf32",)], script.device_us = 500.0, {(): 990.0, ("tf32",): 200.0}
+    records.save_verdict(script.run_dir, Verdict(transform="tf32", status="kept", reason="as told"))
+    without = SearchOptions(skip=("loader_workers",))
+    begun = search.begin(COMMAND, None, run_dir=script.run_dir, say=lambda text: None, launch=script, options=without)
+    begun.prove_at_once()
+    assert begun.proved.items == ("tf32",)
 
 
 @pytest.mark.parametrize("shared", [True, False])
