@@ -37,7 +37,9 @@ from advisor.core.storage import save
 @click.option(
     "--min-gain", type=Percent(), default="1%", show_default=True, help="Smallest gain that counts as faster."
 )
-@click.option("--max-time", type=Duration(), default="10m", show_default=True, help="End after this time.")
+@click.option(
+    "--max-time", type=Duration(), default="10m", show_default=True, help="Begin no further comparison after this time."
+)
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False), help="Folder for the run.")
 @format_option("text", "json")
 @verbosity_options

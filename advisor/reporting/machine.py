@@ -130,9 +130,8 @@ def _findings(findings: Findings) -> list[str]:
         if t.reasons:
             name += "; also: " + "; ".join(cell(reason.title) for reason in t.reasons)
         gain = numbers.gain(t.card.predicted)
-        lines.append(
-            f"| {t.card.rank} | {name} | {gain} | {wording.SEMANTICS[f.semantics]} | {cell(where or 'the whole step')} |"
-        )
+        result = wording.SEMANTICS[f.semantics] if f.gain or f.transform else "–"
+        lines.append(f"| {t.card.rank} | {name} | {gain} | {result} | {cell(where or 'the whole step')} |")
     if len(told) > MARKDOWN_CARDS:
         lines += ["", f"{len(told) - MARKDOWN_CARDS} more in findings.json."]
     missing = [f for f in findings.findings if f.outcome is Outcome.UNKNOWN]

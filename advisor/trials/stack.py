@@ -265,7 +265,9 @@ class _Proving:
             if self.trial.script.over:
                 return self._cut_short()
             if not self.runs.stack:
-                return self._give_up(StackVerdict(passed=None, detail=f"the plan without {without} was not measured"))
+                return self._give_up(
+                    StackVerdict(passed=None, detail=f"no time was left to measure the plan without {without}")
+                )
         if not self.kept:
             open_yet = dataclasses.replace(self.verdict, passed=None) if hidden else self.verdict
             return self.trial.unproved(self.kept, f"nothing is kept: {self.verdict.detail}", open_yet)

@@ -215,3 +215,13 @@ def test_a_command_breaks_between_its_words_alone(applied):
     """A browser breaks "--auto" behind its dashes, and a phone showed "-" and "-auto" on two lines."""
     assert '<span class="word">--auto</span> ' in applied
     assert re.search(r"\.word \{[^}]*display: inline-block", applied)
+
+
+def test_a_finding_that_asks_for_nothing_has_no_result():
+    """Steps that vary widely were "Result: bit-equal": of what?"""
+    found = samples.findings()
+    fired = replace(found.findings[0], transform="", gain=None, severity="high")
+    cards = tuple(card for card in found.cards if card.rule == fired.rule)
+    text = report_html(samples.resnet50(), replace(found, findings=(fired,), cards=cards), None)
+    assert "For you to decide." in text
+    assert "Result:" not in text
