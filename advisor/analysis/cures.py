@@ -11,13 +11,13 @@ from advisor.analysis import optimizer
 from advisor.analysis.conv import is_gradient
 from advisor.analysis.memory import BYTES
 from advisor.analysis.predictions.basis import POINTWISE_BEST, POINTWISE_WORST, bytes_us, gain_to, launching_us, share
-from advisor.analysis.rows import is_index
 from advisor.analysis.view import View
 from advisor.analysis.whatif import OP_HIGH_US, OP_LOW_US, Change, Saving, Step
 from advisor.core.findings import Interval
 from advisor.core.metrics import MetricTable
 from advisor.core.profile import WHOLE, KernelRow
 from advisor.core.provenance import Provenance
+from advisor.core.row_kinds import is_index
 from advisor.core.units import counted, time_text
 
 Cure = Callable[[View, Step], Change | Interval | None]

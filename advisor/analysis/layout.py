@@ -11,6 +11,7 @@ from advisor.analysis.view import View
 from advisor.analysis.whatif import Change, Saving, Step
 from advisor.core.metrics import MetricTable
 from advisor.core.provenance import Provenance
+from advisor.core.row_kinds import is_index
 
 # Of the conversions in the modules that break the layout, so much goes for good: with NHWC left off, libraries convert again around
 # convolutions for tensor cores. Of norms that break it, so much at best: by kernels that read NHWC (docs/benchmarks, group_norm).
@@ -38,7 +39,7 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("device_copy_frac", view.share(lambda row: row.kind == "copy" and not rows.is_cast(row)))
     table.set("memset_frac", view.share(lambda row: row.kind == "memset"))
     # An optimizer's own, such as Rprop's choice of signs, is no line of the script's.
-    table.set("index_frac", view.share(lambda row: rows.is_index(row) and row.phase != "optimizer"))
+    table.set("index_frac", view.share(lambda row: is_index(row) and row.phase != "optimizer"))
 
 
 def _breaks(view: View, table: MetricTable) -> None:

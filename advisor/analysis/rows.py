@@ -25,9 +25,6 @@ _INSTANCE_OR_GROUP = re.compile(r"(group|instance)_?norm", re.IGNORECASE)
 _LAYER_NORM = re.compile(r"layer_?norm", re.IGNORECASE)
 
 
-_INDEX = re.compile(r"aten::_?(index|gather|scatter|embedding|masked_|nonzero|take|put)")
-
-
 _SQUEEZE_EXCITE_FORWARD = re.compile(r"aten::(mul|mean|adaptive_avg_pool2d)_?$")
 
 
@@ -120,11 +117,6 @@ def is_volume_pooling(row: KernelRow) -> bool:
 def is_layernorm(row: KernelRow) -> bool:
     """Layer normalisation, also over channels, advisor's own kernels left out."""
     return row.kind == "norm" and not is_own(row) and bool(_LAYER_NORM.search(_norm_text(row)))
-
-
-def is_index(row: KernelRow) -> bool:
-    """Indexing, gather and scatter."""
-    return row.kind == "index" or bool(_INDEX.match(row.op or row.name))
 
 
 def is_squeeze_excite(class_name: str) -> bool:

@@ -56,11 +56,11 @@ def saves(predicted: Interval) -> str:
 
 
 def duration(value_us: float, beside_us: float = 0.0) -> str:
-    """A step time with four digits, for times whose spread stands beside them: `116.6 ms`; in the unit of a longer one beside it."""
-    longest = max(value_us, beside_us)
-    size, suffix = (1e6, "s") if longest >= 1e6 else (1e3, "ms") if longest >= 1e3 else (1.0, "µs")
+    """A step time with four digits, for times whose spread stands beside them: `116.6 ms`; in the unit of the one that it stands beside."""
+    like = beside_us or value_us
+    size, suffix = (1e6, "s") if like >= 1e6 else (1e3, "ms") if like >= 1e3 else (1.0, "µs")
     value = value_us / size
-    return f"{value:.{1 if value >= 100 else 2 if value >= 10 else 3}f} {suffix}"
+    return f"{value:,.{0 if value >= 1000 else 1 if value >= 100 else 2 if value >= 10 else 3}f} {suffix}"
 
 
 def value(metric: float | str | bool | None, unit: str) -> str:
@@ -105,7 +105,7 @@ def spread(measured: Spread) -> str:
     """`p10–p90 116.5–117.3 ms, n = 20`; a single time has no spread: `n = 1`."""
     if measured.n == 1:
         return "n = 1"
-    low, high = duration(measured.p10, measured.p90), duration(measured.p90)
+    low, high = duration(measured.p10, measured.median), duration(measured.p90, measured.median)
     return f"p10–p90 {low.split()[0]}–{high}, n = {measured.n}"
 
 

@@ -141,7 +141,7 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
         each = len(stack.plain_us), len(stack.stack_us)
         runs = f"({counted(each[0], 'run')} each)" if each[0] == each[1] else f"({each[0]} and {each[1]} runs)"
         lines.append(
-            f"  Step     {numbers.duration(plain, both)} plain, {numbers.duration(both, plain)} with the plan  {page.paint(runs, 'dim')}"
+            f"  Step     {numbers.duration(plain)} plain, {numbers.duration(both, plain)} with the plan  {page.paint(runs, 'dim')}"
         )
     if stack.speedup is not None:
         text = f"{numbers.factor(stack.speedup)}"

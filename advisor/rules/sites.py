@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from advisor.core import cupy_rows, layers
 from advisor.core.loading import LEAST, LoaderWork, WorkLine
 from advisor.core.profile import ConvFact, KernelRow, StepProfile
+from advisor.core.row_kinds import is_index
 from advisor.core.units import bytes_text, count_text, percent_text, shape_text, time_text
 
 LIMIT = 5  # places a finding names; the report has the full tables
@@ -291,7 +292,7 @@ SELECTORS: dict[str, Callable[[StepProfile], list[Place]]] = {
     "casts": lambda p: _rows(p, lambda row: row.op in ("aten::to", "aten::_to_copy"), lambda row: row.time_us),
     "indexing": lambda p: _rows(
         p,
-        lambda row: row.phase != "optimizer" and any(word in row.op for word in ("index", "gather", "scatter")),
+        lambda row: row.phase != "optimizer" and is_index(row),
         lambda row: row.time_us,
     ),
     "untrained": lambda p: _rows(

@@ -396,3 +396,14 @@ def test_a_cell_is_never_told_by_the_path_of_its_script(tmp_path, monkeypatch):
     of_a_cell, of_a_script = (Plan(script=name, argv=(), created="", items=()) for name in (str(script), "train.py"))
     assert planfile.another_script(of_a_cell, "ipykernel_launcher.py") == ""
     assert "it is the plan of train.py" in planfile.another_script(of_a_script, "other.py")
+
+
+@pytest.mark.parametrize(
+    ("low", "middle", "high", "told"),
+    [
+        (50_100.0, 132_200.0, 1_599_000.0, "p10–p90 50.10–1,599 ms, n = 20"),
+        (998_000.0, 1_020_000.0, 1_100_000.0, "p10–p90 0.998–1.100 s, n = 20"),
+    ],
+)
+def test_a_spread_has_the_unit_of_its_middle(low, middle, high, told):
+    assert numbers.spread(Spread(median=middle, p10=low, p90=high, n=20)) == told

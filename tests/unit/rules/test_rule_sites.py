@@ -90,6 +90,17 @@ def test_at_most_five_places_are_named():
     assert found[0].startswith("aten::pool19")
 
 
+def test_places_of_indexing_are_of_the_rows_that_its_share_counts():
+    """aten::_batch_norm_impl_index has the word in its name, and aten::masked_fill has not."""
+    rows = (
+        KernelRow(name="a", kind="norm", op="aten::_batch_norm_impl_index", time_us=3.0),
+        KernelRow(name="b", kind="elementwise", op="aten::masked_fill", time_us=2.0),
+        KernelRow(name="c", kind="other", op="aten::index", time_us=1.0),
+    )
+    found = select("indexing", dataclasses.replace(PROFILE, kernels=rows))
+    assert found == ("aten::masked_fill (other, 2 µs)", "aten::index (other, 1 µs)")
+
+
 def test_operators_inside_one_are_no_more_calls_of_it():
     """A CPU's rows: aten::convolution runs _convolution, which runs mkldnn_convolution."""
     rows = [
