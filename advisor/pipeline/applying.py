@@ -234,7 +234,7 @@ class _Applying:
             say=self.say,
             launch=self.relay,
         )
-        search.profiled_s, search.before_s = profiled_s, before_s
+        search.profiled_s, search.before_s, search.given_s = profiled_s, before_s, self.options.time_s
         return search
 
     def _asked_anew(self, again: StepProfile, folder: Path) -> Sequence[Recommendation]:

@@ -89,6 +89,8 @@ class SearchProcesses:
     def why_late(self) -> str:
         """Why nothing more begins behind the deadline, though `--max-time` is not used up."""
         reserve_s = self.budget.until - self.deadline
+        if reserve_s < 1.0:
+            return "out of time"
         return f"out of time: the remaining {reserve_s:.0f} s are for the final comparison"
 
     @property

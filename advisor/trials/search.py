@@ -85,7 +85,8 @@ def begin(
         script.notes.append(_tells(noise, budget.step_s or 0.0))
         say(script.notes[-1])
     choose = CandidateChooser(budget, ask)
-    say(_limits(budget, budget.until - processes.deadline))
+    if time.time() < processes.deadline:
+        say(_limits(budget, budget.until - processes.deadline))
     stack = StackTrial(script, runs, budget, options.min_gain)
     search = Search(
         processes=processes,
@@ -142,6 +143,7 @@ class Search:
     Attributes:
         profiled_s: what the first profile took, for the account of the time, of which the search's own is without it.
         before_s: of that, what was over before the script's first step.
+        given_s: for the search and its first profile, from that step on; None: the search's own time and what the profile took.
     """
 
     processes: SearchProcesses
@@ -154,6 +156,7 @@ class Search:
     profile: StepProfile | None
     profiled_s: float = 0.0
     before_s: float = 0.0
+    given_s: float | None = None
     proved: Proof | None = None
     proved_s: float | None = None  # when that was so for the first time, from the script's first step on
     _started: float = field(default_factory=lambda: time.time())
@@ -165,6 +168,8 @@ class Search:
 
     def first_orders(self, recommendations: Sequence[Recommendation]) -> Session | None:
         """Of the first search process, for one that is there already, and has been profiled; None where nothing is to be tried."""
+        if time.time() >= self.processes.deadline:
+            return None  # a process that went on would come to its first trial, and end there
         first = self.choose(self.rounds.first(planner.order(recommendations, self.profile)))
         if not first:
             return None
@@ -302,7 +307,8 @@ class Search:
         outcome.leave_unconfirmed(script, self.proved)
         tried, waiting = records.verdicts(run_dir), records.untried(run_dir, self.rounds.known)
         if not (tried or script.over or script.failed) and any(self.choose.outcome(c) is None for c in waiting):
-            script.notes.append(_too_short(self.processes.budget, script.start_s, self.profiled_s - self.before_s))
+            profiled_s = self.profiled_s - self.before_s
+            script.notes.append(_too_short(self.processes.budget, script.start_s, profiled_s, self.given_s))
         for candidate in waiting:
             status, reason = self.choose.outcome(candidate) or (Status.SKIPPED, _why_open(script, self.processes))
             records.save_verdict(run_dir, records.verdict_on(candidate, status, reason))
@@ -339,9 +345,9 @@ class Search:
         return plan
 
 
-def _too_short(budget: Budget, start_s: float, profiled_s: float) -> str:
+def _too_short(budget: Budget, start_s: float, profiled_s: float, given_s: float | None) -> str:
     """Where the time has gone when no trial came to an end, and how much there should be; `profiled_s` counts from the first step."""
-    given_s = profiled_s + budget.whole_s
+    given_s = given_s or profiled_s + budget.whole_s
     needed_s = profiled_s + budget.enough_s(start_s)
     if needed_s <= given_s:  # what took longer than foreseen may do so again
         needed_s = 2 * given_s

@@ -1200,6 +1200,20 @@ def test_out_of_time(script):
     assert note.endswith("try --max-time 60s")
 
 
+def test_where_the_first_profile_has_taken_all_the_time_its_process_does_not_go_on(script):
+    """It trained for 51 s more on a loaded machine, to come to a trial that no time was left for."""
+    said = []
+    begun = search.begin(
+        COMMAND, None, options=search.SearchOptions(time_s=0.0), run_dir=script.run_dir, say=said.append, launch=script
+    )
+    begun.profiled_s, begun.before_s, begun.given_s = 100.0, 30.0, 60.0
+    assert begun.first_orders((candidate("tf32"),)) is None
+    log, _, code = begun.finish((candidate("tf32"),))
+    assert (code, script.launches, said) == (4, [], [])
+    assert [v.reason for v in log.verdicts] == ["out of time"]
+    assert log.notes[-1].startswith("no trial finished: the first profile took 70 of 60 s")
+
+
 def test_what_the_script_takes_to_its_first_step_is_no_part_of_the_time_that_is_told(script) -> None:
     script.verdicts = {"tf32": lambda session: script.stops}
     log, *_ = apply(script, "tf32", time_s=0.0, profiled_s=40.0, before_s=5.0)
