@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 # Its first profile takes at most a tenth of that behind the script's own start, or half a minute where that is more: `pace` is of what the
 # windows of slow steps take together, with the reading of the trace.
 PROFILE_SHARE, PROFILE_LEAST_S, USUAL_WINDOWS_S = 0.1, 30.0, 130.0
+# --max-time counts from the script's first step on. Until then torch is imported and data are read, however short the search is to be.
+FIRST_STEP_LEAST_S = 120.0
 
 
 def apply(
@@ -125,7 +127,7 @@ class _Applying:
                 script=self.command.words[0],
                 argv=self.command.words[1:],
                 pace=min(1.0, max(PROFILE_LEAST_S, PROFILE_SHARE * self.options.time_s) / USUAL_WINDOWS_S),
-                first_step_s=self.options.time_s,
+                first_step_s=max(FIRST_STEP_LEAST_S, self.options.time_s),
                 settle_s=budget.settle_s(self.options.time_s),
             ),
             rules_dirs=self.options.rules_dirs,

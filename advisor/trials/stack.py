@@ -118,7 +118,7 @@ class StackTrial:
         while waiting and kept and not self.script.over:
             if while_time and time.time() + self.runs.last_s > self.budget.latest:
                 return
-            if time.time() >= self.budget.last_call():
+            if time.time() >= self.runs.last_call():
                 return
             kind = waiting.pop(0)
             # Worded alike, whichever arm it is: how long the others take is told by those that are over.
@@ -230,7 +230,7 @@ class _Proving:
         if not runs.plain:
             why = f"the plain script gave no measurement in a fresh run: {trial.runs.why_none}"
             return trial.unproved(self.kept, why)
-        if not runs.stack and time.time() >= trial.budget.last_call():
+        if not runs.stack and time.time() >= trial.runs.last_call():
             return trial.unproved(
                 self.kept, f"the plan gave no measurement: {trial.runs.why_none or 'no time was left'}"
             )

@@ -16,6 +16,7 @@ from advisor.core.environment import Environment
 from advisor.core.errors import AdvisorError
 from advisor.core.findings import Finding, Findings, Outcome, Recommendation
 from advisor.core.profile import ModelFacts, Spread, StepProfile
+from advisor.loop.session import Session
 from advisor.pipeline import applying, shared
 from advisor.trials import in_ranks, planfile, search
 
@@ -188,3 +189,25 @@ def test_the_last_run_is_one_in_which_something_was_measured(tmp_path: Path, mon
             assert runs.load_run("last").run_dir == file.parent  # there is none other
             assert runs.existing(file.parent.name).samefile(file.parent)  # as `advisor runs` names it
     assert runs.load_run("last").run_dir.name == "measured"
+
+
+def test_time_that_counts_from_the_first_step_leaves_a_script_time_to_come_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With `--max-time 3s` a script that took five to import torch was told to have no steps."""
+    script = tmp_path / "train.py"
+    script.write_text("")
+    monkeypatch.chdir(tmp_path)
+    given: list[float] = []
+
+    def profile_script(command: object, session: Session, **_: object) -> object:
+        given.append(session.first_step_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(applying, "profile_script", profile_script)
+    for time_s in (3.0, 600.0):
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.apply(
+                [str(script)], options=search.SearchOptions(time_s=time_s), out=tmp_path / "run", say=lambda text: None
+            )
+    assert given == [applying.FIRST_STEP_LEAST_S, 600.0]
