@@ -5,8 +5,8 @@
 Gradients are ready as the backward goes from the last layer to the first: of each convolution when its own backward is done, by the
 trace; the others' evenly over it. Buckets fill in that order (1 MiB the first, 25 the others: DDP's defaults) and are reduced one
 after the other, beside the backward; `exposed` is what is left when it ends. A reduction of S bytes is a ring's,
-`2 (n - 1) latency + 2 (n - 1) / n S / bandwidth` (Thakur, Rabenseifner, Gropp 2005), inside a host over its link, and between hosts over
-the network with a share of S for each GPU of a host. Stragglers: the largest of N steps that vary as the profiled ones do,
+`2 (n - 1) latency + 2 (n - 1) / n S / bandwidth` (Thakur, Rabenseifner, Gropp 2005). Inside a host it goes over the host's link; between
+hosts over the network, with a share of S for each GPU of a host. Stragglers: the largest of N steps that vary as the profiled ones do,
 sqrt(2 ln N) deviations. Kernels beside a reduction run slower, for it takes SMs and memory bandwidth: `high` counts a fifth of the hidden
 communication as lost. No step is shorter than what feeds it takes: a host's cores to make its ranks' batches, at the time that one of the
 profiled loader's processes took for each; a file system to give all ranks their samples.

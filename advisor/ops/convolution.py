@@ -1,7 +1,7 @@
 """One declaration of a convolution's operation; it makes the autograd function, the torch.library operation with its fake kernels, the eager entry.
 
-Functions of a declaration get `x` [N, I, H, W], `weight` [O, I / groups, R, S], `bias` [O] or None, and the family's own numbers (stride,
-padding and the like) in the order of its public function, which is that of the torch.library operation too.
+Functions of a declaration get `x` [N, I, H, W], `weight` [O, I / groups, R, S], `bias` [O] or None, and the family's own numbers: stride,
+padding and the like. Their order is that of the public function and of the torch.library operation.
 """
 
 from __future__ import annotations

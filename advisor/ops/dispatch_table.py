@@ -12,8 +12,9 @@ A family in the file has
     sizes     what is asked of a call's size; each entry with alternatives, of which one must hold
     notes     what was measured beside the rows: of parts of calls, and of what is asked of sizes
     only      architectures that some kinds are taken on, with or without rows of another one
-`layers` says of each architecture whose rows it goes by, and `of` has `measured` and `slower` of those with rows of their own, beside
-that of the first: there a kind that was slower is left to PyTorch, and what has no row goes as it does on the first.
+
+`layers` says of each architecture whose rows it goes by. `of` has `measured` and `slower` of those with rows of their own, beside that of
+the first: there a kind that was slower is left to PyTorch, and what has no row goes as it does on the first.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def keep_nhwc(undo: Undo) -> None:
 
 
 def pixel_shuffle(input: torch.Tensor, upscale_factor: int) -> torch.Tensor:
-    """Channel c * r * r + i * r + j of a pixel [N, C * r * r, H, W] becomes channel c of pixel (i, j) of r x r [N, C, H * r, W * r]."""
+    """PyTorch's, in NHWC: [N, C r r, H, W] to [N, C, H r, W r]. Channel `c r r + i r + j` becomes channel c of pixel (i, j)."""
     r = upscale_factor
     if not _image(input) or r < 1 or input.shape[1] % (r * r):
         return torch.pixel_shuffle(input, upscale_factor)

@@ -193,8 +193,8 @@ def _hopeless(pairs: Sequence[tuple[float, float]], min_gain: float, most: int, 
 def parts(pairs: Sequence[tuple[float, float]], min_gain: float, before: int = 1) -> int:
     """Of how many parts blocks should be, after pairs of blocks of `before` parts.
 
-    Six pairs tell `min_gain` where their log ratios spread by half of it (t at the first look's level over the root of six is 2), and
-    the mean of parts that alternate between the arms spreads less by their root. Longer blocks would not do: where the host's
+    Six pairs tell `min_gain` where their log ratios spread by half of it: t at the first look's level over the root of six is 2. The
+    mean of parts that alternate between the arms spreads less by their root. Longer blocks would not do: where the host's
     launches bound a step its speed wanders at all scales from ten steps to a thousand, and only neighbours see the same
     (docs/notes/proof.md#blocks-in-parts). Between 1 and `MOST_PARTS`; `before` as long as fewer pairs than the first stage's have been seen.
     """

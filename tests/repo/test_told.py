@@ -1,11 +1,11 @@
-"""What the program itself tells is easy to read: help, rules, messages and reports, in the words of docs/glossary.md."""
+"""What the program itself tells is easy to read: help, rules, messages and reports, in the words of docs/glossary.md; and docstrings."""
 
 from __future__ import annotations
 
 import ast
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import click
@@ -110,16 +110,30 @@ def _told() -> Iterator[tuple[str, str]]:
                 yield f"{path.name}:{number}", re.sub(r"{{.*?}}", "{}", line)
 
 
+def described() -> Iterator[tuple[str, str]]:
+    """The docstrings of what is public, by paragraphs, arguments and rows of lists."""
+    public = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, public) or getattr(node, "name", "").startswith("_"):
+                continue
+            text = ast.get_docstring(node) or ""
+            if "\b" in text:
+                continue  # a command's help, which is read as it is shown
+            for part in re.split(r"\n\s*\n|\n(?=\s*- )|\n(?=    )|\n(?=[\w.*]+: )", text):
+                yield f"{path.relative_to(ROOT)}: {getattr(node, 'name', 'module')}", " ".join(part.split())
+
+
 SOURCES = {"help": helps, "rules": ruled, "messages": told}
 
 
 def split(text: str) -> list[str]:
-    return re.split(r"(?<=[.!?:])\s+|\n", text)
+    return re.split(r"(?<=[.!?:;])\s+|\n", text)
 
 
-@pytest.mark.parametrize("source", SOURCES)
-def test_sentences_are_short(source: str) -> None:
-    found = [f"{where}\t{sentence}" for where, text in SOURCES[source]() for sentence in split(text)]
+@pytest.mark.parametrize("texts_of", [*SOURCES.values(), described])
+def test_sentences_are_short(texts_of: Callable[[], Iterable[tuple[str, str]]]) -> None:
+    found = [f"{where}\t{sentence}" for where, text in texts_of() for sentence in split(text)]
     assert too_long(sentence.partition("\t")[2] for sentence in found) == []
 
 

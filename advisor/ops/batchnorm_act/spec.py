@@ -134,8 +134,8 @@ def wins(*, activation: str, residual: bool, dtype: str, variant: str = "") -> s
     `variant` is one of NO_AFFINE, NO_STATISTICS, FROZEN, FORKED and JOINED, or empty for the batch norm that most networks train.
 
     On file for one H200 are bn, bn+relu, bn+add+relu and bn+hardswish, in all dtypes and from 256x64x112x112 down to
-    128x512x4x4, bn with LeakyReLU, SiLU and GELU, bn+relu frozen, without affine parameters and without running statistics, and bn, bn+relu
-    and bn+add+relu of joined rows; what is taken to do as these, dispatch_table.json has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
+    128x512x4x4. So are bn with LeakyReLU, SiLU and GELU; bn+relu frozen, without affine parameters and without running statistics;
+    and bn, bn+relu and bn+add+relu of joined rows. What is taken to do as these, dispatch_table.json has. In fp32 cuDNN's batch norm alone, with nothing to fuse, is 1 % faster than
     these kernels on 256x64x112x112.
     """
     return dispatch_table.refusal("batchnorm_act", kind(activation, residual, variant), dtype)
@@ -457,8 +457,8 @@ def grid(
 
     Of the tiles that fit the one whose blocks have the least to move: their rows in and out, with another half where only 64
     bytes of a row are a block's own (a cache line goes to two SMs then), and the partial sums of their column. Tiles that
-    split a sector are not taken (256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten), nor of rows of whole
-    cache lines those that split one (256x192x28x28 in tiles of twelve is 12 % slower than in eight). Where that costs more than
+    split a sector are not taken: 256x80x14x14 in tiles of five vectors is 5 to 10 % slower than in one of ten. Of rows of whole cache
+    lines no tiles are taken that split one: 256x192x28x28 in tiles of twelve is 12 % slower than in eight. Where that costs more than
     WHOLE_ROW_BYTES, whole rows if they fit.
     """
     vectors, backward = channels // vector_width(dtype), source == GRID_BACKWARD

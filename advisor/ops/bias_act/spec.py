@@ -85,9 +85,11 @@ class Scaled(NamedTuple):
 def wins(kind: str, dtype: str) -> str:
     """Why PyTorch's own operations are left in place; empty where the kernels are measured to win.
 
-    On file for one H200, forward and backward together: bias+relu 2.2 to 3.6 times faster, bias+silu 2.5, bias+gelu 2.6 to 2.7, add+relu
-    1.5, linear bias+gelu 1.4 to 1.5 (in fp32 1.2, its forward alone 2 % slower), linear bias+relu 1.4 (its forward alone 7 % slower), with
-    other activations 1.3, scale+add 2.9 to 4.4, scale+drop+add 3.3 to 5.7, with the bias, the cast or both 3.8 to 6.7, drop+add 2.7.
+    On file for one H200, forward and backward together, times as fast as PyTorch:
+    - bias+relu 2.2 to 3.6, bias+silu 2.5, bias+gelu 2.6 to 2.7, add+relu 1.5
+    - linear bias+gelu 1.4 to 1.5 (in fp32 1.2, its forward alone 2 % slower)
+    - linear bias+relu 1.4 (its forward alone 7 % slower), with other activations 1.3
+    - scale+add 2.9 to 4.4, scale+drop+add 3.3 to 5.7, with the bias, the cast or both 3.8 to 6.7, drop+add 2.7
 
     Args:
         kind: of `name` or `scaled_kind`.

@@ -1,7 +1,7 @@
 """Watches Python do an operation's call once: what it allocates and launches, in order, is what calls.cpp replays.
 
-A call can be replayed when it is one `Function` (of those that say so, `Function.replays`), runs on the one stream, and passes to launches
-addresses of its tensors, or of the counters and exchanges that a stream has for good (ops/nvrtc.py). All else stays in Python.
+A call can be replayed when it is one `Function` of those that say so (`Function.replays`) and runs on the one stream. To launches it may
+pass addresses of its tensors, and of the counters and exchanges that a stream has for good (ops/nvrtc.py). All else stays in Python.
 """
 
 from __future__ import annotations

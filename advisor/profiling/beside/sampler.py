@@ -35,9 +35,13 @@ _HOST_COLUMNS = {"cpu_s", "others_cpu_s", "resident_bytes", "swap_frac"}
 class SampledRecording:
     """Samples in columns; a value that could not be read is NaN. Times are CLOCK_REALTIME and monotonic nanoseconds.
 
-    Columns: those of `nvml.GpuReader`, and cpu_s (CPU seconds so far of the script's processes), others_cpu_s (of all
-    that is neither the script's nor advisor's, on the cores that these may use), resident_bytes, swap_frac,
-    foreign_processes (0 or more on the GPU that are not the script's). `constants` are the reader's, and cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
+    Columns: those of `nvml.GpuReader`, and
+    - cpu_s: CPU seconds so far of the script's processes
+    - others_cpu_s: of all that is neither the script's nor advisor's, on the cores that these may use
+    - resident_bytes, swap_frac
+    - foreign_processes: 0 or more on the GPU that are not the script's
+
+    `constants` are the reader's, and cpu_count. `missing` tells for a column or constant why it has no (or fewer) values.
     """
 
     time_ns: list[int] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """Loaded by Python itself at the start of the user's script, through PYTHONPATH: attaches advisor once torch or CuPy is there.
 
 This file runs in every Python process below the supervisor, so it imports nothing but what the interpreter has loaded
-already, does nothing where it is not wanted (DataLoader workers, helper processes), and never lets a fault of its own
-reach the user. In a search every Python process sets aside what it is about to change, and the script does not start when
+already. It does nothing where it is not wanted (DataLoader workers, helper processes), and no fault of its own reaches
+the user. In a search every Python process sets aside what it is about to change, and the script does not start when
 it cannot.
 """
 

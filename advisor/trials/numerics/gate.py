@@ -1,9 +1,9 @@
 """The numeric gate: does the training step still compute what it computed, on the live model, without moving it an inch.
 
 At a step boundary each root module's latest call is replayed from saved state (replay.py, state.py): same inputs, same random
-state, same output gradients; forward, backward, buffers. (The output gradients have the captured ones' size and random signs:
-backward is linear in them, so any fault shows, and a net that has learnt its batch by heart, whose own gradients are all
-cancellation, is judged like any other.) The plain step is replayed several times to learn its own noise (plain.py), then the step
+state, same output gradients; forward, backward, buffers. The output gradients have the captured ones' size and random signs. Backward
+is linear in them, so any fault shows. A net that has learnt its batch by heart has gradients that cancel; it is judged like any other.
+The plain step is replayed several times to learn its own noise (plain.py), then the step
 with the change; how far they are apart (distance.py) is held against that noise (bounds.py), and before a change is refused more of
 it is looked for (appeal.py). Where half precision or random numbers hide what is wrong, each layer is judged by itself (inside.py).
 Where the step draws random numbers, it must still draw. A change of the optimizer is held against the

@@ -1,7 +1,7 @@
 """What a replay may move, saved and put back: parameters, buffers, gradients, random states, plain attributes.
 
-Plain attributes are numbers, tensors that are no buffers (a mean that a forward goes on with, features that it leaves for the loss), None
-(what a forward adds up from anew each step), what is in lists and the like, also those that the script's hooks fill, and generators of random numbers.
+Plain attributes are numbers, None, generators of random numbers, and tensors that are no buffers: a mean that a forward goes on with,
+features that it leaves for the loss. What is in lists and the like counts too, also in those that the script's hooks fill.
 """
 
 from __future__ import annotations
