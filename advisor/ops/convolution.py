@@ -93,7 +93,7 @@ class Convolution:
     Attributes:
         family: whose counters count its calls.
         supports: what its kernels take.
-        numbers: schema of what comes behind the tensors.
+        numbers: schema of what comes behind the tensors, without defaults: PyTorch leaves out an argument that is its default.
         biased: whether the operation takes a bias.
         geometry: of x and the numbers.
         call: of x, weight, bias and the numbers: what kernels are told of the sizes.
@@ -129,6 +129,10 @@ class Convolution:
     function: type[Function] = field(init=False)
 
     def __post_init__(self) -> None:
+        if "=" in self.numbers:
+            raise ValueError(
+                f"{self.name}: {self.numbers} has a default; expected none, for PyTorch leaves such arguments out"
+            )
         self._engaged, self._fell_back = dispatch.counters(self.family)
         self.function = self._made_function()
         if self.compiles:

@@ -56,7 +56,7 @@ _OPERATIONS: dict[str, Callable[..., tuple[Any, ...]] | None] = {
     "large_depthwise_conv2d": None,
     "fft_conv2d": None,
     "conv3x3": None,
-    "winograd": None,
+    "winograd": lambda x, weight, padding=1: (x, weight, padding),
     "strided_pointwise_conv2d": None,
     "first_conv2d": lambda x, weight, bias, stride, padding: (x, weight, bias, stride, padding, torch.bfloat16),
     "exact_conv2d": None,

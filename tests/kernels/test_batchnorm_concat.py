@@ -225,19 +225,6 @@ def test_gradients_that_come_back_may_be_kept(emulated) -> None:
         assert torch.equal(a, c)
 
 
-def test_second_derivatives(emulated) -> None:
-    found = []
-    for function in (_chained, lambda f, n: reference.batchnorm_concat(f, n, 0.1, 1e-5, "silu")):
-        features, norms = _block()
-        with dispatch.everything():
-            loss = sum((y.square().sum() * (k + 1) for k, y in enumerate(function(features, norms))))
-            first = torch.autograd.grad(loss, features, create_graph=True)
-            leaves = [*features, *(norm[2] for norm in norms)]
-            found.append(torch.autograd.grad(sum(g.square().sum() for g in first), leaves))
-    for mine, other in zip(*found, strict=True):
-        torch.testing.assert_close(mine, other, rtol=1e-3, atol=1e-3 * float(other.abs().max()))
-
-
 def test_one_concatenation_is_kept_for_the_backward(emulated) -> None:
     """PyTorch keeps each: with as many layers as here 104 channels where one tensor has 48."""
     kept: dict[int, int] = {}

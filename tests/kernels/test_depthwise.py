@@ -251,32 +251,6 @@ def test_bands_cover_every_pixel_and_channel(
     assert shape.groups * 16 // cut.strips >= batch
 
 
-def test_second_derivatives_are_pytorchs(emulated) -> None:
-    x, weight = nhwc(2, 4, 6, 5).requires_grad_(), torch.randn(4, 1, 3, 3, requires_grad=True)
-
-    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
-        (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        return list(torch.autograd.grad(gradient.square().sum(), (x, weight)))
-
-    ours = penalty(api.depthwise_conv2d(x, weight, None, 1, (1, 1)))
-    for mine, theirs in zip(ours, penalty(F.conv2d(x, weight, None, 1, 1, groups=4)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
-
-
-def test_the_operation_of_the_library(emulated) -> None:
-    x, weight, bias = nhwc(2, 8, 6, 5).requires_grad_(), torch.randn(8, 1, 3, 3, requires_grad=True), torch.randn(8)
-    arguments = (x, weight, bias.requires_grad_(), 2, [1, 1], 1)
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(torch.ops.advisor.depthwise_conv2d.default, arguments, test_utils=tests)
-    library = torch.ops.advisor.depthwise_conv2d(*arguments)
-    function = api.depthwise_conv2d(x, weight, bias, 2, (1, 1), 1)
-    assert torch.equal(library, function)
-    for mine, other in zip(
-        *(torch.autograd.grad(y.square().sum(), (x, weight, bias)) for y in (library, function)), strict=True
-    ):
-        assert torch.equal(mine, other)
-
-
 # What is changed in a kernel, and in which case the check must see it.
 FAULTS = {
     "no bias": ("bias ? widen_weight(bias[t.vector * CH + j]) : 0.f", "0.f", "depthwise k3 s1 d2 bias", "float32"),

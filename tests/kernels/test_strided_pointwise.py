@@ -128,31 +128,6 @@ def test_elsewhere_pytorchs_own_runs(emulated) -> None:
     assert not emulated.launches
 
 
-def test_second_derivatives_are_pytorchs(emulated) -> None:
-    x, weight = nhwc(1, 64, 4, 5).bfloat16().requires_grad_(), torch.randn(64, 64, 1, 1, requires_grad=True)
-
-    def penalty(y: torch.Tensor) -> list[torch.Tensor]:
-        (gradient,) = torch.autograd.grad(y.float().square().sum(), x, create_graph=True)
-        return list(torch.autograd.grad(gradient.float().square().sum(), (x, weight)))
-
-    ours = penalty(api.strided_pointwise_conv2d(x, weight))
-    for mine, theirs in zip(ours, penalty(F.conv2d(x, weight.bfloat16(), None, 2)), strict=True):
-        assert float((mine - theirs).norm() / theirs.norm()) < 0.02  # bf16
-
-
-def test_the_operation_of_the_library(emulated) -> None:
-    x, weight = nhwc(1, 64, 5, 6).bfloat16().requires_grad_(), torch.randn(64, 64, 1, 1).bfloat16().requires_grad_()
-    tests = ("test_schema", "test_autograd_registration", "test_faketensor")
-    operation = torch.ops.advisor.strided_pointwise_conv2d
-    torch.library.opcheck(operation.default, (x, weight), test_utils=tests)
-    library, function = operation(x, weight), api.strided_pointwise_conv2d(x, weight)
-    assert torch.equal(library, function)
-    for mine, other in zip(
-        *(torch.autograd.grad(y.float().square().sum(), (x, weight)) for y in (library, function)), strict=True
-    ):
-        assert torch.equal(mine, other)
-
-
 # In the place of what, what; and the shape at which it shows.
 FAULTS = {
     "pixels of the row below": ("(n * height + 2 * i) * width", "(n * height + i) * width", (3, 64, 9, 13)),

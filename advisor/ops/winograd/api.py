@@ -61,7 +61,7 @@ _CONVOLUTION = Convolution(
     name="winograd",
     family="winograd",
     supports=spec.SUPPORTS,
-    numbers="SymInt padding=1",
+    numbers="SymInt padding",
     geometry=lambda x, padding: ConvGeometry(padding=(padding, padding)),
     call=_call,
     wins=_wins,
