@@ -202,8 +202,8 @@ class ProfileDriver:
         self.phase = "watched"
         self._save_steps()  # all is measured, should the script end in a look behind the trace
         if self.records and not self.in_step and not self._over():
-            step_us, steps = self._step_us(), self.watcher.seen
-            self._behind = LooksBehind(self.training, self.session, self._notes, step_us=step_us, steps=steps)
+            of = self.training, self.session, self._notes, self._memory
+            self._behind = LooksBehind(*of, step_us=self._step_us(), steps=self.watcher.seen)
         self._look_behind()
 
     def _look_behind(self) -> None:
