@@ -415,7 +415,9 @@ def test_channels_last_removes_conversions_and_may_lose_on_grouped_convolutions(
     assert found.low <= 0.30 <= found.high
     grouped = profiles.conv("ResNet.layer1.0.conv2", 3, (64, 64), groups=8)
     assert gain(replace(base, model=replace(base.model, convs=(grouped,))), "channels_last").low < -0.5
-    done = replace(base, model=replace(base.model, channels_last=True))
+    images = replace(base, model=replace(base.model, channels_last=True))
+    between(gain(images, "channels_last"), 0.0, layout / 116600)  # weights are converted still
+    done = replace(base, model=replace(base.model, channels_last=True, weights_channels_last=True))
     between(gain(done, "channels_last"), 0.0, 0.0)
 
 
