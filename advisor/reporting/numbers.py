@@ -7,7 +7,8 @@ from collections.abc import Callable
 from advisor.core.findings import Interval
 from advisor.core.metrics import BY_NAME
 from advisor.core.profile import Spread
-from advisor.core.units import bytes_text, percent_text, rate_text, time_text
+from advisor.core.units import bounds_text, bytes_text, percent_text, rate_text, time_text
+from advisor.core.verdict import StackVerdict
 
 TOLD_LOSS = 0.01  # of the step: what no search tells from nothing (--min-gain) is not told as a loss
 LEAST = "<0.1"  # what would else read as nothing, in per cent
@@ -112,3 +113,13 @@ def spread(measured: Spread) -> str:
 def factor(value: float) -> str:
     """A speed-up factor: `3.10×`."""
     return f"{value:.2f}×"
+
+
+def device_speedup(stack: StackVerdict) -> str:
+    """`the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader`; "" where it is as long, or the step tells all."""
+    found, low, high = stack.device_speedup, stack.device_speedup_low, stack.device_speedup_high
+    if found is None or low is None or high is None or low <= 1.0 <= high:
+        return ""
+    than, power = ("as long", -1) if high < 1.0 else ("shorter", 1)
+    bounds = bounds_text(*sorted((max(low, 1e-3) ** power, high**power)))
+    return f"the device's time {factor(found**power)} {than} ({bounds}): this step waits for {stack.waits_for or 'its loader'}"

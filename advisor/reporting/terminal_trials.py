@@ -148,7 +148,7 @@ def _stack(page: Page, log: TrialLog) -> list[str]:
         if stack.speedup_low is not None and stack.speedup_high is not None:
             text += f" ({bounds_text(stack.speedup_low, stack.speedup_high)})"
         lines.append(f"  Speed-up {text if stack.by_device else page.paint(text, 'bold', style)}")
-    if device := wording.device_speedup(stack):
+    if device := numbers.device_speedup(stack):
         lines += page.wrap(device, 11, first=11)
     if stack.samples_per_s_plain and stack.samples_per_s_stack:
         rates = (samples_text(r) for r in (stack.samples_per_s_plain, stack.samples_per_s_stack))

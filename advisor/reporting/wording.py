@@ -10,9 +10,9 @@ from advisor.core.cache import is_cell, told_as
 from advisor.core.findings import Card, Finding, Findings, Outcome, Semantics
 from advisor.core.profile import ProfilerCost, StepProfile
 from advisor.core.units import bounds_text, counted, percent_text, time_text
-from advisor.core.verdict import UNTRIED, StackVerdict, Status, TrialLog, Verdict
+from advisor.core.verdict import UNTRIED, Status, TrialLog, Verdict
 from advisor.reporting import breakdown, unexplained
-from advisor.reporting.numbers import duration, factor, gain, saves, spread
+from advisor.reporting.numbers import device_speedup, duration, factor, gain, saves, spread
 
 SEMANTICS = {
     Semantics.EXACT: "bit-equal",
@@ -215,16 +215,9 @@ def trials_headline(trials: TrialLog) -> str:
     device = device_speedup(stack)
     if stack.by_device:
         return f"Proved: {device}, and is not slower for it: {factor(stack.speedup)} the speed{between}; {changes}."
-    speed = f"{factor(stack.speedup)} the plain script's speed{between}"
-    return f"Proved: {speed}{'; ' if device else ''}{device}, {changes}."
-
-
-def device_speedup(stack: StackVerdict) -> str:
-    """`the device's time 1.62× shorter (1.58 to 1.66): this step waits for its loader`; "" where the step itself tells all."""
-    if stack.device_speedup is None or stack.device_speedup_low is None or stack.device_speedup_high is None:
-        return ""
-    bounds = bounds_text(stack.device_speedup_low, stack.device_speedup_high)
-    return f"the device's time {factor(stack.device_speedup)} shorter ({bounds}): this step waits for {stack.waits_for or 'its loader'}"
+    return (
+        f"Proved: {factor(stack.speedup)} the plain script's speed{between}{'; ' if device else ''}{device}, {changes}."
+    )
 
 
 def _nothing_kept(trials: TrialLog, declined: int) -> str:

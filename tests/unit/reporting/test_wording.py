@@ -315,6 +315,22 @@ def test_where_the_step_waits_for_its_loader_every_report_tells_the_devices_time
     assert "waits for its loader" not in wording.trials_headline(log)
 
 
+@pytest.mark.parametrize(
+    ("bounds", "told"),
+    [
+        ((0.333, 0.25, 0.5), "the device's time 3.00× as long (2.00 to 4.00): this step waits for its loader"),
+        ((1.04, 0.97, 1.10), ""),  # as long, for all that is known
+    ],
+)
+def test_a_devices_time_that_is_no_shorter_is_not_told_as_shorter(bounds, told) -> None:
+    """Seen: `the device's time 0.33× shorter (0.27 to 0.41)`."""
+    stack = samples.trials().stack
+    assert stack is not None
+    found, low, high = bounds
+    waiting = replace(stack, device_speedup=found, device_speedup_low=low, device_speedup_high=high)
+    assert numbers.device_speedup(waiting) == told
+
+
 def test_a_proof_by_the_devices_time_is_not_told_as_a_proof_of_the_step() -> None:
     """`Proved: 1.04× the plain script's speed (0.58 to 1.89)` was said of a 3-D ResNet: the second half takes the first back."""
     log = samples.trials()
