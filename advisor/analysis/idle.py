@@ -89,18 +89,19 @@ def host_waiting_us(view: View) -> float:
 
 
 def operators_us(view: View) -> float:
-    """Time of an untraced step on a CPU in operators: as in the traced one, and no more than the step has besides its waits.
+    """Time of an untraced step on a CPU in operators: as in the traced one, where the step has room for it besides its waits.
 
     Tracing makes the Python between operators longer. Where steps were traced in a quieter moment than they were timed in, operators
-    have at least their share of the traced step.
+    have at least their share of the traced step; where in a busier one, so that they alone are longer than the step, just that.
     """
-    works = view.step_us - host_waiting_us(view)
-    found = min(works, view.device_us)
-    if view.profile.cost.overhead_frac < 0:
-        busy = view.profile.busy_us
-        between = sum(row.time_us for row in view.profile.idle if row.cause != "data")
-        found = max(found, works * (busy / (busy + between) if busy > 0 else 1.0))
-    return found
+    works, busy = view.step_us - host_waiting_us(view), view.device_us
+    between = sum(row.time_us for row in view.profile.idle if row.cause != "data")
+    if busy <= 0:
+        return 0.0
+    share = works * busy / (busy + between)
+    if busy > works:
+        return share
+    return max(busy, share) if view.profile.cost.overhead_frac < 0 else busy
 
 
 def _waiting(view: View, table: MetricTable, found: Idle | None) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from advisor.analysis.idle import host_waiting_us, idle
+from advisor.analysis.idle import host_waiting_us, idle, operators_us
 from advisor.analysis.view import View
 from advisor.core import layers
 from advisor.core.profile import IdleCause, KernelRow, Site, StepProfile
@@ -138,10 +138,11 @@ def division(profile: StepProfile) -> Division:
     if view.on_gpu or view.step_us <= 0 or work <= 0:
         total = profile.busy_us + sum(traced.values()) or sum(r.time_us for r in profile.kernels)
         return Division(total, profile.busy_us, profile.idle, untraced=False)
-    waits = host_waiting_us(view)
-    stretch = (view.step_us - waits) / work
-    times = {**{cause: time * stretch for cause, time in traced.items()}, "data": waits}
-    return Division(view.step_us, profile.busy_us * stretch, _scaled(profile, times), untraced=True, stretch=stretch)
+    waits, operators = host_waiting_us(view), operators_us(view)
+    between = (view.step_us - waits - operators) / max(work - profile.busy_us, 1e-9)
+    times = {**{cause: time * between for cause, time in traced.items()}, "data": waits}
+    stretch = operators / profile.busy_us if profile.busy_us > 0 else 1.0
+    return Division(view.step_us, operators, _scaled(profile, times), untraced=True, stretch=stretch)
 
 
 def _scaled(profile: StepProfile, times: Mapping[str, float]) -> tuple[IdleCause, ...]:
