@@ -60,6 +60,7 @@ class Epochs:
         self._numbers = itertools.count()
         self._count = 0
         self._draws = 0
+        self._of_steps: set[int] = set()  # loaders whose batches a step was made of
 
     @property
     def begun(self) -> int:
@@ -97,6 +98,11 @@ class Epochs:
         if start is not None:
             start.ended_ns = nanoseconds
 
+    def trains(self, loader: DataLoader[Any]) -> None:
+        """A step was made of this loader's batches: those of an evaluation are drawn with gradients enabled, too, in many a script."""
+        if loader in self._ordinals:
+            self._of_steps.add(self._ordinals[loader])
+
     def left(self, loader: DataLoader[Any]) -> bool:
         """The training has done with this loader's latest iterator."""
         ordinal = self._ordinals.get(loader)
@@ -123,7 +129,8 @@ class Epochs:
 
     def cost(self, usual_us: float) -> EpochCost:
         """What an epoch's start takes, beyond a batch as any other (`usual_us`)."""
-        starts = [start for start in self._starts if not self._beside(start)]
+        known = {-1, *self._of_steps} if self._of_steps else {start.loader for start in self._starts}
+        starts = [start for start in self._starts if start.loader in known and not self._beside(start)]
         if not starts:
             return EpochCost()
         chosen = starts[1:] or starts

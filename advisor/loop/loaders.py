@@ -47,6 +47,7 @@ class LoaderHooks:
         drawn, self._drawn = self._drawn, []
         # The batch that led to this boundary was drawn last; other loaders count in intervals without evaluation.
         for loader in drawn if clean else drawn[-1:]:
+            self.epochs.trains(loader)
             self._adopt(loader, drawn)
 
     def _adopt(self, loader: DataLoader[Any], drawn: list[DataLoader[Any]]) -> None:

@@ -173,10 +173,26 @@ def one_for_each_step(training: Training) -> None:
         training.step(next(iter(data)))
 
 
+def phases(training: Training) -> None:
+    """PyTorch's tutorial of transfer learning, and what was made of it: batches of both phases are drawn alike."""
+    loaders = {"train": loader(), "val": loader(samples=4)}
+    for _ in range(3):
+        for phase in ("train", "val"):
+            training.model.train(phase == "train")
+            for batch in loaders[phase]:
+                with torch.set_grad_enabled(phase == "train"):
+                    output = training.model(batch[0])
+                if phase == "train":
+                    output.square().sum().backward()
+                    training.optimizer.step()
+                    training.optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("loop", "loaders", "starts", "batches"),
     [
         (for_loop, 1, 3, 4.0),
+        (phases, 1, 3, 4.0),
         (made_each_epoch, 3, 3, 4.0),
         (one_for_all_steps, 1, 3, 4.0),
         (one_for_each_step, 1, 12, 1.0),
