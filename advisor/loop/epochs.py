@@ -129,8 +129,8 @@ class Epochs:
 
     def cost(self, usual_us: float) -> EpochCost:
         """What an epoch's start takes, beyond a batch as any other (`usual_us`)."""
-        known = {-1, *self._of_steps} if self._of_steps else {start.loader for start in self._starts}
-        starts = [start for start in self._starts if start.loader in known and not self._beside(start)]
+        training = {-1, *self._of_steps} if self._of_steps else {start.loader for start in self._starts}
+        starts = [start for start in self._starts if start.loader in training and not self._beside(start)]
         if not starts:
             return EpochCost()
         chosen = starts[1:] or starts
