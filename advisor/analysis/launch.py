@@ -47,7 +47,7 @@ def fill(view: View, table: MetricTable) -> None:
     table.set("short_kernel_time_frac", view.share(_short))
     table.set("streams", len({row.stream for row in view.rows}))
     _geometry(view, table)
-    table.miss("kernel_overlap_frac", "the trace did not tell how long kernels ran beside each other")
+    table.miss("kernel_overlap_frac", "the trace did not tell how long kernels ran at the same time")
 
 
 def _host(view: View, table: MetricTable) -> None:

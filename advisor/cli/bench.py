@@ -14,7 +14,7 @@ from advisor.cli.progress import ProgressLine
 
 HELP = """Measure the bundled kernels, or whole trainings, on this GPU.
 
-`ops` times each bundled kernel beside PyTorch's own, and writes the table of what is dispatched. `models` times whole trainings, plain and with a plan. `real` does so for
+`ops` times each bundled kernel and PyTorch's own, and writes the table of what is dispatched. `models` times whole trainings, plain and with a plan. `real` does so for
 other people's trainings, each started by a runner in FOLDER, one per GPU at a time. `hosts` times the CPU side of a small
 network's step, plain and with the kernels, without CUDA graphs. `tune` times each kernel with every combination of its launch
 constants. `conv` finds shapes where the installed cuDNN is slow: it sweeps channels, sides, batches, taps, dilation, groups,

@@ -94,7 +94,9 @@ def _torch(facts: Facts) -> Examined:
         return Examined(name="PyTorch", status=Health.OK, found=f"{env.torch}, CUDA {env.cuda}, cuDNN {env.cudnn}")
     if facts.gpu and "+cpu" in env.torch:
         fix = "Install a CUDA build of torch."
-        return Examined(name="PyTorch", status=Health.WARN, found=f"{env.torch}: a CPU build beside a GPU", fix=fix)
+        return Examined(
+            name="PyTorch", status=Health.WARN, found=f"{env.torch}: a CPU build, and there is a GPU", fix=fix
+        )
     if facts.gpu:
         fix = "Compare CUDA_VISIBLE_DEVICES, the driver and torch's CUDA version."
         return Examined(name="PyTorch", status=Health.WARN, found=f"{env.torch} does not see the GPU", fix=fix)

@@ -108,7 +108,7 @@ CAUSES: tuple[MetricSpec | Section, ...] = (
     flag("persistent_workers", "workers persist over epochs"),
     number("prefetch_factor", "count", "batches prefetched per worker"),
     number("h2d_frac", "frac", "host-to-device copy time over the step", GPU),
-    number("h2d_overlap_frac", "frac", "share of host-to-device copy time beside kernels", GPU),
+    number("h2d_overlap_frac", "frac", "share of host-to-device copy time during which kernels run", GPU),
     number("h2d_pageable_frac", "frac", "share of host-to-device bytes from pageable memory", GPU),
     number("h2d_gbps", "gbps", "host-to-device bandwidth while copying", GPU),
     number("h2d_copies", "count", "host-to-device copies per step", GPU),

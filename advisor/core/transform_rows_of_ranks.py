@@ -55,7 +55,7 @@ RANKS = (
     ),
     Row(
         id="cpu_affinity",
-        title="each rank on the cores beside its GPU",
+        title="each rank on the cores near its GPU",
         code="cpu_affinity:CpuAffinity",
         stage=Stage.RANKS,
         semantics=Semantics.EXACT,

@@ -152,7 +152,7 @@ DOCUMENTS: dict[str, Document] = {
     ),
     "comparison": Document(
         commands=("compare",),
-        about="Run B beside run A. `ratio` is B's step time over A's, with an interval from `low` to `high`.",
+        about="Run B compared with run A. `ratio` is B's step time over A's, with an interval from `low` to `high`.",
         fields={
             "a": str,
             "b": str,

@@ -18,7 +18,7 @@ from advisor.rules.schema import OPTIONAL, REQUIRED, SCHEMA
 from advisor.rules.sites import SELECTORS
 
 _TEXT = {"type": "string", "minLength": 1, "pattern": r"\S"}
-_METRIC = {"type": "string", "pattern": "^[a-z0-9_]+$", "description": "a name from advisor/core/metrics.py"}
+_METRIC = {"type": "string", "pattern": "^[a-z0-9_]+$", "description": "a metric of `advisor rules metrics`"}
 _TRANSFORM = {"type": "string", "pattern": "^[a-z][a-z0-9]*(_[a-z0-9]+)*$"}
 _EXPRESSION = {
     "type": ["string", "number"],

@@ -149,7 +149,7 @@ def metric_spec(fields: Fields, node: Node) -> MetricSpec | None:
     name = fields.text_in(node, "metric", empty=False)
     if name and name not in BY_NAME:
         fix = meant(name, BY_NAME) or "`advisor rules metrics` lists them."
-        fields.fail(node.mark, f"unknown metric {name!r}", "a name from core.metrics", fix)
+        fields.fail(node.mark, f"unknown metric {name!r}", "a metric of `advisor rules metrics`", fix)
     return BY_NAME.get(name)
 
 
@@ -291,7 +291,7 @@ def _semantics(fields: Fields, transform: str) -> Semantics:
         fields.require(("semantics",))
         return Semantics(fields.choice("semantics", [member.value for member in Semantics]))
     if "semantics" in fields.values:
-        found = "semantics beside a transform, which has its own"
+        found = "both semantics and a transform, which has its own"
         fields.fail(fields.mark_of("semantics"), found, fix="Take 'semantics' out: it is for advice.")
     return ROWS[transform].semantics if transform in ROWS else Semantics.EXACT
 
@@ -334,7 +334,7 @@ def _rule(document: YamlDocument, stem: str, problems: list[RuleError]) -> Rule 
     condition = _condition(document, fields.values["when"], problems) if "when" in fields.values else None
     gain = _gain(fields) if "gain" in fields.values else None
     if transform and "gain" in fields.values:
-        found = "a gain beside a transform, whose gain is predicted from the profile"
+        found = "both a gain and a transform, whose gain is predicted from the profile"
         fields.fail(fields.mark_of("gain"), found, fix="Take 'gain' out: it is for advice.")
     role = fields.choice("role", ROLES) if "role" in fields.values else ROLES[0]
     selector = fields.choice("sites", SELECTORS) if "sites" in fields.values else ""

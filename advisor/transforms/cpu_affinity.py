@@ -39,9 +39,7 @@ class CpuAffinity(Transform):
             return Match(applies=False, reason="there is no GPU whose cores it would run on")
         now, wanted = os.sched_getaffinity(0), _wanted(training.device, parameters)
         if not wanted:
-            return Match(
-                applies=False, reason="the machine does not tell which cores lie beside the GPU, or has too few"
-            )
+            return Match(applies=False, reason="the machine does not tell which cores are near the GPU, or has too few")
         if wanted == now:
             return Match(applies=False, reason=f"it runs on no other cores already ({cores.text(now)})")
         if len(wanted) < LEAST_CORES:
@@ -69,7 +67,7 @@ class CpuAffinity(Transform):
         near, now = cores.of_node(address_of(training.device), BoundCores.cores()), os.sched_getaffinity(0)
         return Check(
             passed=now <= near and now != BoundCores.cores(),
-            detail=f"on cores {cores.text(now)}, of {cores.text(near)} beside the GPU",
+            detail=f"on cores {cores.text(now)}, of {cores.text(near)} near the GPU",
         )
 
 

@@ -270,7 +270,7 @@ class AcrossDriver:
         """Why it cannot be made in this rank; "" where it can."""
         standing = [(s.transform.id, s.transform.conflicts) for s in self._kept.standing]
         if names := planner.conflicting(transform.id, transform.conflicts, standing):
-            return f"it does not go beside {', '.join(map(transform_table.title, names))}, which is kept"
+            return f"it does not work together with {', '.join(map(transform_table.title, names))}, which is kept"
         try:
             match = transform.match(self.training, candidate.parameters)
         except Exception as error:

@@ -30,7 +30,7 @@ ON_TOP = having(lambda row: not row.live)
 BUNDLED = having(lambda row: row.together != "")
 CAPTURED = having(lambda row: row.together == "graph")
 IN_NHWC = having(lambda row: row.nhwc)
-TOO_SMALL = "its predicted gain beside the kept changes is too small for a trial"
+TOO_SMALL = "with the kept changes, its predicted gain is too small for a trial"
 # A kernel that promises this share of what a trial can tell is tried with others that promise it whole.
 ALONG = 0.5
 LONG_FIRST_STEP_US = 10e6

@@ -37,7 +37,7 @@ def prefetch(view: View, step: Step, parameters: Mapping[str, str]) -> Change | 
     return Change(
         worst=Saving(copy_us=worst),
         best=Saving(copy_us=step.copy_us),
-        basis=f"copies to the device run {time_text(alone)} a step beside no kernel; {time_text(step.copy_us)} of idle are theirs",
+        basis=f"copies to the device run {time_text(alone)} a step while no kernel runs; they cause {time_text(step.copy_us)} of idle time",
     )
 
 

@@ -146,7 +146,7 @@ def cudnn_benchmark(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
     if not convs:
         return nothing("no convolution in the step")
     gap = sum(gain_to(row.time_us, limit_us(view, row, dtype=own_dtype(row)) / MATRIX_BEST) for row in convs)
-    basis = f"distance of {share(view, convs, step)} from their limit, of which other algorithms rarely close much"
+    basis = f"distance of {share(view, convs, step)} from their limit; other algorithms rarely close much of it"
     return Change(
         worst=Saving(device_us=-BENCHMARK_WORST * step.step_us / max(step.scale, 1e-9)),
         best=Saving(device_us=min(gap, BENCHMARK_BEST * step.step_us / max(step.scale, 1e-9))),

@@ -185,6 +185,6 @@ def gradient_stream(view: View, step: Step, parameters: Mapping[str, str]) -> Ch
         best=Saving(device_us=min(pairs * BESIDE_BEST_US, sum(row.time_us for row in chosen) / 2)),
         basis=(
             f"{share(view, chosen, step)} make convolutions' gradients; up to {time_text(BESIDE_BEST_US)} for each of {pairs:.0f} "
-            f"weight gradients beside the input's, or {percent_text(BESIDE_LOSS)} of the backward lost"
+            f"weight gradients at the same time as the input's, or {percent_text(BESIDE_LOSS)} of the backward lost"
         ),
     )

@@ -222,7 +222,7 @@ def _cautions(
             "modelled limit"
         )
     if gpus > 1:
-        yield f"the step runs on {gpus} GPUs: it is busy while one of them works, and its limit is that of the one with most to do"
+        yield f"the step runs on {gpus} GPUs: it counts as busy while one of them works, and the limit is of the GPU with most to do"
 
 
 def _host_times(

@@ -100,7 +100,7 @@ def device_idle(
     wait_starts = [w[0] for w in waits]
     for a, b in gaps(compute, start, end):
         copying = clip(copies, a, b)
-        tally.add(COPY, copying, "", "host/device copy with no kernel beside it")
+        tally.add(COPY, copying, "", "host/device copy while no kernel runs")
         rest = subtract([(a, b)], copying)
         loading = [piece for piece in host.loading if piece[0] < b and piece[1] > a]
         if loading:

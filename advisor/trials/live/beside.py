@@ -117,7 +117,7 @@ class CompiledBeside:
                 start_new_session=True,  # so that its compilers end with it
             )
         except OSError as error:
-            self._loop.notes.append(f"no process beside for torch.compile: {error}")
+            self._loop.notes.append(f"no helper process for torch.compile: {error}")
             return
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, self._process.pid, 19)
