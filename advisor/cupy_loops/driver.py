@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import os
+import statistics
 import time
 from collections import Counter
 from dataclasses import replace
@@ -27,6 +28,7 @@ from advisor.loop.session import Session, tell
 from advisor.loop.stop import stop
 from advisor.loop.timing import StepTimes, spread, step_times, window
 from advisor.loop.training import StepEvent
+from advisor.profiling.inside.dramwindow import TRACED_SLOWDOWN, DramWindow
 
 WARMUP_S, TIMED_S = 20.0, 60.0
 MIN_WARMUP, MIN_TIMED = 3, 3
@@ -118,7 +120,11 @@ class CupyProfile:
         if self._detail < 1:
             self._finish()
             return
-        self._window = TraceWindow(self.module)
+        # One step more than is wanted: the one that the window's start disturbs.
+        wall_us = self._times.wall_us if self._times is not None else ()
+        window_s = TRACED_SLOWDOWN * (self._detail + 1) * statistics.median(wall_us or [1e6]) / 1e6
+        counters = DramWindow if self.session.counters else None
+        self._window = TraceWindow(self.module, counters=counters, window_s=window_s)
         self._window.start()
         self._tell(0, self._detail, always=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 import threading
@@ -9,13 +10,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from advisor.core.errors import first_line
 from advisor.core.trace import DeviceTable, OpTable, RuntimeTable, Trace
+from advisor.cupy_loops.bursts import CupyBursts
 from advisor.cupy_loops.clock import synchronize
 from advisor.cupy_loops.facts import requests
 from advisor.loop.patches import Patches
 from advisor.loop.sources import Lines
 from advisor.profiling.inside.cupy_surface import Surface
+from advisor.profiling.inside.dramwindow import DramWindow
 from advisor.profiling.machine.activity import Activity, ActivityUnavailable
+from advisor.profiling.machine.clock import BURST
 from advisor.profiling.trace.cupy_names import DTYPES, PREFIX, torch_name
 from advisor.profiling.trace.hostcalls import is_launch
 
@@ -23,7 +28,13 @@ from advisor.profiling.trace.hostcalls import is_launch
 class Window:
     """From `start` to `stop`. Raises for nothing: `notes` says what could not be had."""
 
-    def __init__(self, module: Any, activity: Callable[[], Any] = Activity) -> None:
+    def __init__(
+        self,
+        module: Any,
+        activity: Callable[[], Any] = Activity,
+        counters: Callable[..., Any] | None = DramWindow,
+        window_s: float = 1.0,
+    ) -> None:
         self.module, self.notes = module, []
         self._patches = Patches()
         self._lines = Lines()
@@ -35,6 +46,24 @@ class Window:
                 self._activity = activity()
             except ActivityUnavailable as error:
                 self.notes.append(f"no records of the device: {error.found}")
+        self._bursts: list[CupyBursts] = []
+        self._dram: Any = None
+        if self._activity is not None and counters is not None:
+            try:
+                index = int(module.cuda.runtime.getDevice())
+                self._dram = counters(index, window_s=window_s, bursts=functools.partial(self._burst_source, module))
+            except Exception as error:
+                self._give_up_counters(error)
+
+    def _burst_source(self, module: Any, index: int, interval_ns: int) -> CupyBursts:
+        self._bursts.append(CupyBursts(module, index, interval_ns))
+        return self._bursts[-1]
+
+    def _give_up_counters(self, error: Exception) -> None:
+        self.notes.append(f"DRAM counters unavailable: {first_line(error)}")
+        window, self._dram = self._dram, None
+        if window is not None:
+            window.close()
 
     def start(self) -> None:
         """Calls and the device's work are recorded from here on."""
@@ -45,6 +74,11 @@ class Window:
             except ActivityUnavailable as error:
                 self._activity = None
                 self.notes.append(f"no records of the device: {error.found}")
+        if self._dram is not None:
+            try:
+                self._dram.start()
+            except Exception as error:
+                self._give_up_counters(error)
         Surface(self.module, self._seen, self._patches).patch()
         if self.memory is not None:
             self.memory.__enter__()
@@ -65,6 +99,11 @@ class Window:
             self.notes.append(f"the calls of the window were not all seen: {self._patches.fault}")
         self._patches.restore_all()
         synchronize(self.module)
+        if self._dram is not None:
+            try:
+                self._dram.stop()
+            except Exception as error:
+                self._give_up_counters(error)
         # Both clocks at one moment: the bounds go to that of the calls.
         offset = time.time_ns() - time.perf_counter_ns()
         runtime, kernels = RuntimeTable(), DeviceTable()
@@ -75,9 +114,11 @@ class Window:
                 self.notes.append(f"no records of the device: {error.found}")
         thread = threading.get_ident() & 0xFFFFFFFF  # as CUPTI tells threads
         ops = _table(self._calls, thread)
+        for span in (span for source in self._bursts for span in source.ranges):
+            _row(ops, BURST, span, thread, 0, "", "", "")
         launches = [link for name, link in zip(runtime.name, runtime.correlation, strict=True) if is_launch(name)]
         known = set(kernels.correlation)
-        return Trace(
+        trace = Trace(
             device="cuda" if hasattr(self.module, "cuda") else "cpu",
             step_bounds_ns=[bound + offset for bound in bounds_ns],
             ops=ops,
@@ -85,8 +126,15 @@ class Window:
             kernels=kernels,
             launches=len(launches),
             launches_matched=sum(link in known for link in launches),
-            notes=list(self.notes),
+            notes=[*self.notes, *(self._dram.notes if self._dram is not None else ())],
         )
+        if self._dram is None:
+            return trace
+        try:
+            return self._dram.laid_over(trace)  # type: ignore[no-any-return]  # a Trace, by `counters`
+        except Exception as error:
+            trace.notes.append(f"DRAM counters unavailable: {first_line(error)}")
+            return trace
 
     def _seen(self, name: str, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         line = self._lines.users(sys._getframe(2))

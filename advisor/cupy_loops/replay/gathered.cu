@@ -40,6 +40,16 @@ __device__ __forceinline__ float rounded(float f) {
 #endif
 }
 
+// Two or four neighbours at once: the compiler cannot tell that they are aligned.
+__device__ __forceinline__ void take(float (&to)[2], const float* from) {
+  const float2 v = *(const float2*)from;
+  to[0] = v.x, to[1] = v.y;
+}
+__device__ __forceinline__ void take(float (&to)[4], const float* from) {
+  const float4 v = *(const float4*)from;
+  to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gathered(
     const float* __restrict__ a, const float* __restrict__ b, float* __restrict__ c, const int* __restrict__ rows_a,
     const int* __restrict__ depth_a, const int* __restrict__ depth_b, const int* __restrict__ columns_b,
@@ -163,17 +173,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gathered(
 #else
 #pragma unroll
       for (int depth = 0; depth < BK; ++depth) {
-        float left[TM], right[TN];
+        float left[TM / STEP_M][STEP_M], right[TN / STEP_N][STEP_N];
+#pragma unroll
+        for (int i = 0; i < TM / STEP_M; ++i) take(left[i], &tiles.a[which][depth][thread_m + i * (BM / (TM / STEP_M))]);
+#pragma unroll
+        for (int j = 0; j < TN / STEP_N; ++j) take(right[j], &tiles.b[which][depth][thread_n + j * (BN / (TN / STEP_N))]);
 #pragma unroll
         for (int i = 0; i < TM; ++i)
-          left[i] = tiles.a[which][depth][thread_m + i % STEP_M + i / STEP_M * (BM / (TM / STEP_M))];
 #pragma unroll
-        for (int j = 0; j < TN; ++j)
-          right[j] = tiles.b[which][depth][thread_n + j % STEP_N + j / STEP_N * (BN / (TN / STEP_N))];
-#pragma unroll
-        for (int i = 0; i < TM; ++i)
-#pragma unroll
-          for (int j = 0; j < TN; ++j) total[i][j] = fmaf(left[i], right[j], total[i][j]);
+          for (int j = 0; j < TN; ++j)
+            total[i][j] = fmaf(left[i / STEP_M][i % STEP_M], right[j / STEP_N][j % STEP_N], total[i][j]);
       }
 #endif
       if (more) put(which ^ 1);

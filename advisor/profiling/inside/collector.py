@@ -20,11 +20,11 @@ from advisor.core.trace import Trace
 from advisor.loop.session import Session
 from advisor.loop.training import Training
 from advisor.profiling.inside.annotate import Annotator
+from advisor.profiling.inside.dramwindow import TRACED_SLOWDOWN
 from advisor.profiling.inside.kinetosession import end_profiler, quiet_kineto, script_profiles, teardown
 from advisor.profiling.inside.rawevents import read_events
 from advisor.profiling.machine.clock import BURST
 
-TRACED_SLOWDOWN = 2.0  # a step that is bound by the host may take twice its time under the profiler
 CLOCK = "advisor:clock"  # a range whose host time is known on every clock: ties the trace's clock to the host's
 # Events of a step to each range that annotations open in it: its operators, their backward and what they are made of. 5 to 12
 # in a residual network on a CPU with SGD and Adam, with foreach and without. A device adds launches and kernels: allowed for.

@@ -5,11 +5,15 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
+from collections.abc import Callable
+from typing import Any
 
 from advisor.core.trace import DramSamples, Trace
 from advisor.profiling.machine.clock import BurstSource, align, bursts_of
 from advisor.profiling.machine.counters import DramCounters
 from advisor.profiling.trace.intervals import union
+
+TRACED_SLOWDOWN = 2.0  # a step that is bound by the host may take twice its time under the profiler
 
 
 class DramWindow:
@@ -18,21 +22,24 @@ class DramWindow:
     Args:
         device_index: CUDA ordinal in this process.
         window_s: about how long the window will last.
+        bursts: makes the source of bursts, of the ordinal and the sampling interval; PyTorch's, unless another is given.
 
     Raises:
         CountersUnavailable: see DramCounters.
     """
 
-    def __init__(self, device_index: int, *, window_s: float = 1.0) -> None:
+    def __init__(
+        self, device_index: int, *, window_s: float = 1.0, bursts: Callable[[int, int], Any] = BurstSource
+    ) -> None:
         self.notes: list[str] = []
         self._counters = DramCounters(device_index, window_s=window_s)
-        self._bursts: BurstSource | None = None
+        self._bursts: Any = None
         self._no_bursts = ""  # why there are none
         self._copies = (0, 0)  # in a burst; bytes of each
         self._window_ns = (0, 0)
         self._samples = DramSamples()
         try:
-            self._bursts = BurstSource(device_index, self._counters.interval_ns)
+            self._bursts = bursts(device_index, self._counters.interval_ns)
             self._copies = (self._bursts.copies, self._bursts.copy_bytes)
         except Exception as error:  # memory, above all; CUPTI's clock may be the trace's without bursts
             self._no_bursts = f" ({error})"

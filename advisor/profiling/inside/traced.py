@@ -35,7 +35,8 @@ class TracedSteps:
     def start(self, step_s: float, *, compiled: bool | None, in_step: bool) -> None:
         """Start the profiler. `step_s`: what a step takes without; `in_step`: several ranks have to trace as many steps."""
         try:
-            from advisor.profiling.inside.collector import TRACED_SLOWDOWN, TraceCollector
+            from advisor.profiling.inside.collector import TraceCollector
+            from advisor.profiling.inside.dramwindow import TRACED_SLOWDOWN
 
             window_s = TRACED_SLOWDOWN * (1 + self.wanted) * step_s
             if self.session.pace < 1.0 and not in_step and window_s > self.session.pace * TRACED_S:

@@ -48,6 +48,30 @@ class Burst:
     read_bytes: int
 
 
+def buffer_bytes(free: int, cache: int) -> int:
+    """How large the buffers of a burst are, on a GPU with so much free memory and such a cache.
+
+    Raises:
+        MemoryError: too little free memory for buffers that do not fit into the L2 cache.
+    """
+    size = max(BUFFER_BYTES, 2 * cache)
+    if free < LEAST_FREE_BYTES:
+        size = min(size, free // 8)
+    if size < max(cache, BUFFER_BYTES // 8):
+        raise MemoryError(f"{free >> 20} MiB of GPU memory are free")
+    return size
+
+
+def copies_of(copy_ns: float, interval_ns: int) -> int:
+    """How many copies a burst has, each of which takes so long."""
+    return min(max(math.ceil(BURST_SAMPLES * interval_ns / max(copy_ns, 1.0)), 1), MAX_COPIES)
+
+
+def idle_s(interval_ns: int) -> float:
+    """How long the GPU is idle before and behind a burst."""
+    return max(IDLE_SAMPLES * interval_ns / 1e9, IDLE_S)
+
+
 class BurstSource:
     """Makes bursts on the current stream of one GPU. The buffers are allocated, and the copies timed, here.
 
@@ -62,15 +86,11 @@ class BurstSource:
     def __init__(self, device_index: int, interval_ns: int) -> None:
         import torch
 
-        self._idle_s = max(IDLE_SAMPLES * interval_ns / 1e9, IDLE_S)
+        self._idle_s = idle_s(interval_ns)
         self._device = torch.device("cuda", device_index)
         free, _ = torch.cuda.mem_get_info(self._device)
         cache = int(getattr(torch.cuda.get_device_properties(self._device), "L2_cache_size", 0))
-        size = max(BUFFER_BYTES, 2 * cache)
-        if free < LEAST_FREE_BYTES:
-            size = min(size, free // 8)
-        if size < max(cache, BUFFER_BYTES // 8):
-            raise MemoryError(f"{free >> 20} MiB of GPU memory are free")
+        size = buffer_bytes(free, cache)
         self._source = torch.zeros(size, dtype=torch.uint8, device=self._device)
         self._target = torch.empty_like(self._source)
         self.copies = 4  # in a burst; first as many as outlast the host's part in timing them
@@ -82,8 +102,7 @@ class BurstSource:
             self._copy()
             end.record()
             end.synchronize()
-        copy_ns = max(begin.elapsed_time(end) * 1e6 / self.copies, 1.0)
-        self.copies = min(max(math.ceil(BURST_SAMPLES * interval_ns / copy_ns), 1), MAX_COPIES)
+        self.copies = copies_of(begin.elapsed_time(end) * 1e6 / self.copies, interval_ns)
 
     @property
     def copy_bytes(self) -> int:

@@ -105,7 +105,10 @@ def test_a_product_is_numpys(device: Any, case: str, tf32: bool) -> None:
     ("tile", "tf32"),
     [
         pytest.param(
-            tile, tf32, marks=[pytest.mark.long] if tf32 != number % 2 else [], id=f"{tile.rows}x{tile.columns}-{tf32}"
+            tile,
+            tf32,
+            marks=[] if number in (0, 6, 8) and tf32 == number % 4 // 2 else [pytest.mark.long],
+            id=f"{tile.rows}x{tile.columns}-{tf32}",
         )
         for number, tile in enumerate(gathered.TILES)
         for tf32 in (False, True)
