@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import types
 from dataclasses import replace
 from typing import Any
@@ -30,8 +32,10 @@ class Event:
 
 @pytest.fixture
 def cp(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """CuPy's stub with a GPU that notes its copies."""
+    """CuPy's stub with a GPU that notes its copies, by a planted clock."""
     module, copies = stub_cupy.module(), []
+    now = functools.partial(next, itertools.count(1_000_000, 1000))
+    monkeypatch.setattr(bursts, "time", types.SimpleNamespace(time_ns=now, sleep=lambda seconds: None))
     pool = types.SimpleNamespace(malloc=lambda size: types.SimpleNamespace(ptr=size))
     module.copies = copies
     module.cuda = types.SimpleNamespace(
@@ -43,7 +47,7 @@ def cp(monkeypatch: pytest.MonkeyPatch) -> Any:
             getDeviceProperties=lambda index: {"l2CacheSize": 50 << 20},
             memGetInfo=lambda: (60 << 30, 80 << 30),
             deviceSynchronize=lambda: None,
-            memcpyAsync=lambda *given: copies.append((given[2], bursts.time.time_ns())),
+            memcpyAsync=lambda *given: copies.append((given[2], now())),
         ),
     )
     return module
