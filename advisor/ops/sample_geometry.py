@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from advisor.ops.channel_tiles import LINE_VECTORS, widest_tile
+from advisor.ops.tensor_support import TensorSupport
 
 # Partial sums a sample and channel: whoever needs the sum adds this many.
 MAX_PARTS = 64
@@ -66,15 +67,11 @@ def _tile(vectors: int, max_tile: int, blocks_per_sample: float) -> int:
     return tile
 
 
-def unsupported(shape: tuple[int, ...]) -> str:
-    """Why kernels of this geometry cannot take [N, C, H, W]; empty when they can."""
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
+def _limit(shape: tuple[int, ...], _width: int) -> str:
     n, c, h, w = shape
-    if not n * c * h * w:
-        return "empty input"
     if n > MAX_SAMPLES:
         return f"{n} samples are more than {MAX_SAMPLES}"
-    if c * h * w >= 2**31:
-        return "a sample has 2^31 values or more"
-    return ""
+    return "a sample has 2^31 values or more" if c * h * w >= 2**31 else ""
+
+
+TENSORS = TensorSupport(limit=_limit)  # of kernels of this geometry

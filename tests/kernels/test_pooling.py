@@ -136,7 +136,7 @@ def test_the_global_mean_covers_all_pixels_once(vectors: int, pixels: int) -> No
 )
 def test_unsupported_tensors_are_named(change: dict, reason: str) -> None:
     call = {"shape": (2, 64, 8, 8), "channels_last": True, "dtype": "bfloat16", "arch": 90}
-    answer = spec.unsupported_tensor(**{**call, **change})
+    answer = spec.TENSORS.refusal(**{**call, **change})
     assert reason.replace("\\", "") in answer if reason else answer == ""
 
 

@@ -10,7 +10,8 @@ from math import gcd
 from advisor.core import architectures
 from advisor.ops import channel_tiles, dispatch_table, shared_memory, sources
 from advisor.ops.channel_tiles import TileGeometry
-from advisor.ops.storage import MIN_ARCH, STORAGE, itemsize, vector_width
+from advisor.ops.storage import STORAGE, itemsize, vector_width
+from advisor.ops.tensor_support import TensorSupport
 
 FORWARD = "batchnorm/batchnorm_act_forward.cu"
 BACKWARD = "batchnorm/batchnorm_act_backward.cu"
@@ -296,6 +297,10 @@ def frozen_defines(source: str, dtype: str, activation: str, residual: bool, aff
     return found if source == FROZEN_FORWARD else {**found, "REDUCE": int(affine_gradients)}
 
 
+# Rows of channels that are no whole vectors may be taken for one; how many values a channel has is asked below.
+TENSORS = TensorSupport(empty=True, vectors=False, limit=lambda _shape, _width: "")
+
+
 def unsupported(
     *,
     shape: tuple[int, ...],
@@ -307,14 +312,9 @@ def unsupported(
     joins: bool = False,
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]; `joins`: rows may be taken for one."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if not channels_last:
-        return "input is not channels_last"
+    reason = TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+    if reason:
+        return reason
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     if residual and activation not in RESIDUAL_ACTIVATIONS:

@@ -8,7 +8,8 @@ from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act.spec import ACTIVATIONS
 from advisor.ops.batchnorm_act.spec import name as norm_name
 from advisor.ops.channel_tiles import TileGeometry
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import STORAGE, vector_width
+from advisor.ops.tensor_support import TensorSupport
 
 APPEND = "batchnorm_concat/batchnorm_concat_append.cu"
 FORWARD = "batchnorm_concat/batchnorm_concat_forward.cu"
@@ -47,20 +48,17 @@ def kind(activation: str) -> str:
     return f"cat+{norm_name(activation, False)}"
 
 
+TENSORS = TensorSupport(empty=True, limit=lambda _shape, _width: "")
+
+
 def unsupported(*, shape: tuple[int, ...], channels: int, channels_last: bool, dtype: str, arch: int) -> str:
     """Why these kernels cannot take this first feature map, [N, C, H, W], of a concatenation of `channels`; empty when they can."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if not channels_last:
-        return "input is not channels_last"
+    reason = TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+    if reason:
+        return reason
     n, c, h, w = shape
-    for number in (c, channels):
-        if number % vector_width(dtype):
-            return f"{number} channels are no multiple of {vector_width(dtype)}"
+    if channels % vector_width(dtype):
+        return f"{channels} channels are no multiple of {vector_width(dtype)}"
     if c > channels:
         return f"{c} channels in a concatenation of {channels}"
     if n * h * w < 2:

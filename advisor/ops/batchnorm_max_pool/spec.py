@@ -50,7 +50,7 @@ def unsupported(
         batchnorm_act.unsupported(
             shape=shape, channels_last=channels_last, dtype=dtype, activation=activation, residual=False, arch=arch
         )
-        or pooling.unsupported_tensor(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+        or pooling.TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
         or pooling.unsupported_window(window, height=shape[2], width=shape[3])
     )
     if reason:

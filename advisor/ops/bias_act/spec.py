@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.batchnorm_act import spec as batchnorm_act
 from advisor.ops.channel_tiles import TileGeometry
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import STORAGE, vector_width
+from advisor.ops.tensor_support import TensorSupport
 
 FORWARD = "bias_act/bias_act_forward.cu"
 BACKWARD = "bias_act/bias_act_backward.cu"  # with a bias
@@ -199,8 +199,8 @@ def unsupported(
     """
     if activation == "leaky_relu" and slope < 0:
         return "a LeakyReLU with a negative slope"
-    return unsupported_variant(activation, bias=bias, residual=residual) or _unsupported_tensor(
-        shape, dim, dense, dtype, arch
+    return unsupported_variant(activation, bias=bias, residual=residual) or TENSORS[dim].refusal(
+        shape=shape, channels_last=dense, dtype=dtype, arch=arch
     )
 
 
@@ -230,25 +230,11 @@ def scale_unsupported(
         return "a second result in fp32"
     if variant.mixed and not variant.scale:
         return "a residual in half precision without a scale"
-    return _unsupported_tensor(shape, 1, channels_last, dtype, arch)
+    return TENSORS[1].refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
 
 
-def _unsupported_tensor(shape: tuple[int, ...], dim: int, dense: bool, dtype: str, arch: int) -> str:
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 4 if dim == 1 else len(shape) < 2:
-        return f"{len(shape)}-D input"
-    if not dense:
-        return "input is not channels_last" if dim == 1 else "input is not contiguous"
-    if shape[dim] % vector_width(dtype):
-        return f"{shape[dim]} channels are no multiple of {vector_width(dtype)}"
-    if 0 in shape:
-        return "empty input"
-    if math.prod(shape) // vector_width(dtype) >= 2**31:
-        return "2^31 vectors of 16 bytes or more"
-    return ""
+# By where the channels are: [N, C, H, W], or [..., C].
+TENSORS = {1: TensorSupport(), -1: TensorSupport(dimensions=None, channels=-1, layout="contiguous")}
 
 
 def geometry(rows: int, channels: int, dtype: str, sm_count: int, defines: Mapping[str, int]) -> TileGeometry:

@@ -28,8 +28,8 @@ def _refusal(x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor | None,
 def _standing(
     shape: torch.Size, channels_last: bool, dtype: torch.dtype, residual: bool, device: int
 ) -> tuple[str, str]:
-    """What `spec.unsupported` and `spec.wins` say: looked up once for all calls alike."""
-    unsupported = spec.unsupported(
+    """What `spec.TENSORS` and `spec.wins` say: looked up once for all calls alike."""
+    unsupported = spec.TENSORS.refusal(
         shape=tuple(shape), channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
     )
     return unsupported, spec.wins(residual=residual, dtype=storage.name(dtype))

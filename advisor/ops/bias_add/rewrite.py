@@ -30,7 +30,7 @@ def _refused(node: fx.Node, *, residual: bool) -> str:
     shape = None if x is None else match.static_shape(x)
     if x is None or shape is None:
         return "its shape is not known"
-    reason = spec.unsupported(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
+    reason = spec.TENSORS.refusal(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
     return dispatch.refusal(reason, spec.wins(residual=residual, dtype=match.dtype_name(x)))
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 
 from advisor.ops import channel_tiles, dispatch_table
 from advisor.ops.channel_tiles import TileGeometry
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import STORAGE, vector_width
+from advisor.ops.tensor_support import TensorSupport
 
 FORWARD = "bias_add/bias_add_forward.cu"
 BACKWARD = "bias_add/bias_add_backward.cu"
@@ -30,21 +30,7 @@ def wins(*, residual: bool, dtype: str) -> str:
     return dispatch_table.refusal("bias_add", name(residual=residual), dtype)
 
 
-def unsupported(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
-    """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
-    if not math.prod(shape):
-        return "an empty tensor"
-    if not channels_last:
-        return "input is not channels_last"
-    if shape[1] % vector_width(dtype):
-        return f"{shape[1]} channels are no multiple of {vector_width(dtype)}"
-    return "2^31 vectors or more" if math.prod(shape) // vector_width(dtype) >= 2**31 else ""
+TENSORS = TensorSupport()
 
 
 def defines(source: str, dtype: str, *, residual: bool = False) -> dict[str, int]:

@@ -72,15 +72,12 @@ def unsupported(
     arch: int,
 ) -> str:
     """Why the kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    reason = sample_geometry.unsupported(shape)
+    reason = sample_geometry.TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
     if reason:
         return reason
     _, c, h, w = shape
-    reason = storage.unsupported(dtype=dtype, result=result, channels=c, arch=arch)
-    if reason:
+    if reason := storage.unsupported(dtype=dtype, result=result, channels=c, arch=arch):
         return reason
-    if not channels_last:
-        return "input is not channels_last"
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     if groups < 1 or c % groups:

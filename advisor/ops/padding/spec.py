@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from advisor.ops import dispatch_table
-from advisor.ops.pooling.spec import unsupported_tensor
+from advisor.ops.pooling.spec import TENSORS
 from advisor.ops.storage import STORAGE, vector_width
 
 FORWARD = "padding/pad_forward.cu"
@@ -22,7 +22,7 @@ def unsupported(
     *, shape: tuple[int, ...], amounts: tuple[int, ...], mode: str, channels_last: bool, dtype: str, arch: int
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    reason = unsupported_tensor(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+    reason = TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
     if reason:
         return reason
     if mode not in MODES:

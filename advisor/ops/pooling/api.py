@@ -30,7 +30,7 @@ def unsupported(x: torch.Tensor, window: PoolWindow | None) -> str:
 def _unsupported(
     shape: tuple[int, ...], channels_last: bool, dtype: torch.dtype, window: PoolWindow | None, device: int
 ) -> str:
-    reason = spec.unsupported_tensor(
+    reason = spec.TENSORS.refusal(
         shape=shape, channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
     )
     if reason or window is None:

@@ -76,7 +76,7 @@ def refused(node: Any, window: PoolWindow | None, operation: str) -> str:
     if x is None or shape is None:
         return "its input's shape is not known"
     dtype = match.dtype_name(x)
-    reason = spec.unsupported_tensor(shape=shape, channels_last=True, dtype=dtype, arch=storage.MIN_ARCH)
+    reason = spec.TENSORS.refusal(shape=shape, channels_last=True, dtype=dtype, arch=storage.MIN_ARCH)
     if not reason and window is not None:
         reason = spec.unsupported_window(window, height=shape[2], width=shape[3])
     return dispatch.refusal(reason, spec.wins(operation, dtype=dtype, nbytes=math.prod(shape) * x.element_size()))

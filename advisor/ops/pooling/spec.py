@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.ops import dispatch_table, pixel_columns
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import STORAGE
+from advisor.ops.tensor_support import TensorSupport
 
 MAX_FORWARD = "pooling/max_pool_forward.cu"
 MAX_BACKWARD = "pooling/max_pool_backward.cu"
@@ -110,26 +111,16 @@ def window(
     return PoolWindow(kernel=kernel, stride=stride, padding=padding, dilation=dilation, ceil_mode=ceil_mode)
 
 
-def unsupported_tensor(*, shape: tuple[int, ...], channels_last: bool, dtype: str, arch: int) -> str:
-    """Why no NHWC kernel here takes this input; empty when they can. `shape` is [N, C, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 4:
-        return f"{len(shape)}-D input"
+def _limit(shape: tuple[int, ...], width: int) -> str:
     n, c, h, w = shape
-    if not n * c * h * w:
-        return "an empty tensor"
-    if not channels_last:
-        return "input is not channels_last"
-    if c % vector_width(dtype):
-        return f"{c} channels are no multiple of {vector_width(dtype)}"
     if n > _MAX_GRID:
         return f"{n} images are more than {_MAX_GRID}"
-    if h * w * c // vector_width(dtype) >= 2**31 or n * c // vector_width(dtype) >= 2**31:
+    if h * w * c // width >= 2**31 or n * c // width >= 2**31:
         return "an image, or a pixel of all images, of 2^31 vectors or more"
     return ""
+
+
+TENSORS = TensorSupport(limit=_limit)
 
 
 def unsupported_window(window: PoolWindow, *, height: int, width: int) -> str:

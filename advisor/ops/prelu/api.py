@@ -26,7 +26,7 @@ def _refusal(x: torch.Tensor, weight: torch.Tensor) -> str:
 
 @lru_cache(maxsize=4096)
 def _unsupported(shape: torch.Size, channels_last: bool, dtype: torch.dtype, device: int) -> str:
-    return spec.unsupported(
+    return spec.TENSORS.refusal(
         shape=tuple(shape), channels_last=channels_last, dtype=storage.name(dtype), arch=nvrtc.arch(device)
     )
 

@@ -21,7 +21,7 @@ def _refused(node: fx.Node) -> str:
         return "one slope for all channels"
     if x.dtype != result.dtype and consumers.taken_as(node) != x.dtype:
         return "its result is taken in another dtype"
-    reason = spec.unsupported(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
+    reason = spec.TENSORS.refusal(shape=shape, channels_last=True, dtype=match.dtype_name(x), arch=storage.MIN_ARCH)
     return dispatch.refusal(reason, spec.wins(match.dtype_name(x)))
 
 

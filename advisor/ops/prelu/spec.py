@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from advisor.ops import channel_tiles, dispatch_table
-from advisor.ops.bias_add.spec import unsupported as unsupported  # the same tensors
 from advisor.ops.channel_tiles import TileGeometry
 from advisor.ops.storage import STORAGE, vector_width
+from advisor.ops.tensor_support import TensorSupport
 
 FORWARD = "prelu/prelu_forward.cu"
 BACKWARD = "prelu/prelu_backward.cu"
@@ -18,6 +18,7 @@ THREADS, UNROLL = 512, 3
 FLAT_THREADS, FLAT_UNROLL = 128, 1
 MAX_TILE = channel_tiles.WIDEST_PIECE
 TUNABLE = {"UNROLL": (2, 3, 4), "FLAT_UNROLL": (1, 2, 4)}
+TENSORS = TensorSupport()
 
 
 def wins(dtype: str) -> str:

@@ -70,14 +70,9 @@ def unsupported(
     arch: int,
 ) -> str:
     """Why the kernels cannot take this call; empty when they can. `shape` is [N, C, H, W]."""
-    reason = sample_geometry.unsupported(shape)
+    reason = sample_geometry.TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
     if reason:
         return reason
-    reason = storage.unsupported(dtype=dtype, result=dtype, channels=shape[1], arch=arch)
-    if reason:
-        return reason
-    if not channels_last:
-        return "input is not channels_last"
     if activation not in ACTIVATIONS:
         return f"activation {activation}"
     if gate not in GATES:

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.ops import dispatch_table
-from advisor.ops.pooling.spec import Pair, channel_tile, unsupported_tensor
+from advisor.ops.pooling.spec import TENSORS, Pair, channel_tile
 from advisor.ops.storage import STORAGE, vector_width
 
 FORWARD = "upsample/upsample_forward.cu"
@@ -109,7 +109,7 @@ def unsupported(
         shape: of the tensor to upsample, [N, C, H, W]; others: of what it is concatenated with along C.
         size: the output's height and width.
     """
-    reason = unsupported_tensor(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+    reason = TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
     if reason:
         return reason
     if mode not in MODES:

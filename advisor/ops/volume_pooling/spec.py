@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from advisor.ops import dispatch_table
-from advisor.ops.storage import MIN_ARCH, STORAGE, vector_width
+from advisor.ops.storage import STORAGE
+from advisor.ops.tensor_support import TensorSupport
 
 MAX_FORWARD = "volume_pooling/max_pool3d_forward.cu"
 MAX_BACKWARD = "volume_pooling/max_pool3d_backward.cu"
@@ -57,24 +58,16 @@ def window(kernel: Triple, stride: Triple, padding: Triple = (0, 0, 0)) -> Volum
     return VolumeWindow(kernel=kernel, stride=stride, padding=padding)
 
 
+TENSORS = TensorSupport(dimensions=5, layout="channels_last_3d")
+
+
 def unsupported(
     operation: str, *, shape: tuple[int, ...], window: VolumeWindow, channels_last: bool, dtype: str, arch: int
 ) -> str:
     """Why these kernels cannot take this call; empty when they can. `shape` is [N, C, D, H, W]."""
-    if arch < MIN_ARCH:
-        return f"sm_{arch} is older than sm_{MIN_ARCH}"
-    if dtype not in STORAGE:
-        return f"dtype {dtype}"
-    if len(shape) != 5:
-        return f"{len(shape)}-D input"
-    if not math.prod(shape):
-        return "an empty tensor"
-    if not channels_last:
-        return "input is not channels_last_3d"
-    if shape[1] % vector_width(dtype):
-        return f"{shape[1]} channels are no multiple of {vector_width(dtype)}"
-    if math.prod(shape) // vector_width(dtype) >= 2**31:
-        return "2^31 vectors or more"
+    reason = TENSORS.refusal(shape=shape, channels_last=channels_last, dtype=dtype, arch=arch)
+    if reason:
+        return reason
     if math.prod(window.kernel) > MAX_TAPS:
         return f"a window of {math.prod(window.kernel)} elements is more than {MAX_TAPS}"
     if any(2 * p > k for k, p in zip(window.kernel, window.padding, strict=True)):
