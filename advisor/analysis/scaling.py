@@ -26,6 +26,7 @@ FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 25 << 20
 LOST_BESIDE = 0.2
 NORMS_COLLECTIVES = 2  # of a synchronised batch norm: gathered statistics forward, two sums backward
 NORM_BYTES = 4096
+BUSY, MOST_TIMES = 0.8, 64  # of a step that ranks are to compute; of the profiled batch that is worth a thought
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,15 +199,32 @@ def _one(
     )
 
 
-def least_divided_us(profile: StepProfile, ranks: int, link: Link, *, synchronised: bool = True) -> float:
-    """The least that a step can take where the profiled batch itself is divided among so many ranks.
+def least_divided_us(
+    profile: StepProfile, ranks: int, link: Link, *, synchronised: bool = True, times: float = 1.0
+) -> float:
+    """The least that a step can take where the profiled batch itself, or one `times` as large, is divided among so many ranks.
 
     What each computes is an N-th, at best; what is sent hides behind it, at best. Synchronised norms are on the critical path.
     """
-    share = profile.typical_us / ranks
+    share = profile.typical_us * times / ranks
     sent = link.reduce_us(profile.model.parameters * 4.0, ranks)
     norms = _norms(profile) * NORMS_COLLECTIVES * link.reduce_us(NORM_BYTES, ranks) if synchronised else 0.0
     return share + norms + max(0.0, sent - share * 2 / 3)
+
+
+def batch_that_pays(profile: StepProfile, ranks: int, link: Link, *, synchronised: bool = True) -> tuple[int, float]:
+    """The least batch of all ranks, in doublings of the profiled one, whose step is computing for BUSY of its time at best, and that share.
+
+    0 where MOST_TIMES the batch is not enough.
+    """
+    times = 1
+    while times <= MOST_TIMES:
+        least = least_divided_us(profile, ranks, link, synchronised=synchronised, times=times)
+        busy = profile.typical_us * times / ranks / least
+        if busy >= BUSY:
+            return profile.model.batch_size * times, busy
+        times *= 2
+    return 0, 0.0
 
 
 def _backward_us(profile: StepProfile) -> float:

@@ -79,6 +79,9 @@ def link_of(name: str, ranks: int = 2) -> Link:
         return scaling.link(name, links.measure(ranks, Path(folder) / "link.json"))
 
 
+LITTLE = 0.5  # of a step that ranks compute at best, below which it is said
+
+
 def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, synchronised: bool) -> tuple[str, ...]:
     """What the profile of one rank's share had foretold of the plain step of all, beside what was measured; nothing without either."""
     from advisor.analysis import scaling
@@ -101,8 +104,6 @@ def foretold_scaling(profile: StepProfile | None, log: TrialLog, gpus: int, *, s
 
 def loses(script: str, gpus: int, *, synchronised: bool) -> str:
     """What the newest profile of this script here says against dividing its batch among so many ranks; "" where nothing does, or there is none."""
-    from advisor.analysis import scaling
-
     for folder in here(PROFILE_FILE):
         try:
             profile = storage.load(folder / PROFILE_FILE, StepProfile)
@@ -111,13 +112,24 @@ def loses(script: str, gpus: int, *, synchronised: bool) -> str:
         if profile.script != script or profile.model.world_size > 1 or not profile.typical_us:
             continue
         try:
-            least = scaling.least_divided_us(profile, gpus, link_of("measured", gpus), synchronised=synchronised)
+            link = link_of("measured", gpus)
         except AdvisorError:
             return ""
-        if least < profile.typical_us:
-            return ""
-        return (
-            f"{gpus} ranks will lose: a step of {time_text(profile.typical_us)} cannot be shorter than {time_text(least)} when its batch "
-            "is divided. Give the script a larger batch"
-        )
+        return too_little(profile, gpus, link, synchronised=synchronised)
     return ""
+
+
+def too_little(profile: StepProfile, gpus: int, link: Link, *, synchronised: bool) -> str:
+    """Whether so many ranks would lose, or gain little, because each gets too little of the batch, and what batch would pay; else nothing."""
+    from advisor.analysis import scaling
+
+    one = profile.typical_us
+    least = scaling.least_divided_us(profile, gpus, link, synchronised=synchronised)
+    if one / gpus >= LITTLE * least:
+        return ""
+    what = "will lose" if least >= one else "gain little"
+    told = f"{gpus} ranks {what}: a step of {time_text(one)} cannot be shorter than {time_text(least)} when its batch is divided. "
+    batch, busy = scaling.batch_that_pays(profile, gpus, link, synchronised=synchronised)
+    if not batch:
+        return told + "No batch of a usual size would pay"
+    return told + f"Give the script batches of {batch}: then they compute for {percent_text(busy)} of a step at best"

@@ -134,3 +134,21 @@ def test_ranks_that_must_lose_are_told_of_by_the_newest_profile(
     assert pipeline_scaling.loses("other.py", 2, synchronised=True) == ""
     monkeypatch.setattr(pipeline_scaling, "link_of", lambda name, ranks: FREE)
     assert pipeline_scaling.loses("train.py", 2, synchronised=True) == ""
+
+
+def test_a_batch_that_pays_is_the_least_with_work_enough() -> None:
+    """18 norms take 7.2 ms of a step of two ranks whatever the batch: 5 ms of computing become 40 with one eight times as large."""
+    norms = {"module_counts": {"BatchNorm2d": 18}, "parameters": 0}
+    link = scaling.Link(name="", latency_us=100.0, gbps=1e6, basis="")
+    assert scaling.batch_that_pays(profile(**norms), 2, link) == (8 * 32, pytest.approx(40 / 47.2, rel=0.01))
+    assert scaling.batch_that_pays(profile(**norms), 2, FREE) == (32, pytest.approx(1.0))
+    never = scaling.Link(name="", latency_us=1e6, gbps=1.0, basis="")
+    assert scaling.batch_that_pays(profile(**norms), 2, never) == (0, 0.0)
+    told = pipeline_scaling.too_little(profile(**norms), 2, link, synchronised=True)
+    assert told.startswith("2 ranks will lose: a step of 10.0 ms cannot be shorter than 12.2 ms")
+    assert "batches of 256: then they compute for 85 % of a step" in told
+    assert "No batch" in pipeline_scaling.too_little(profile(**norms), 2, never, synchronised=True)
+    assert "gain little" in pipeline_scaling.too_little(profile(**norms), 8, FREE_BUT_NORMS, synchronised=True)
+
+
+FREE_BUT_NORMS = scaling.Link(name="", latency_us=10.0, gbps=1e6, basis="")
