@@ -35,7 +35,7 @@ from advisor.loop.patches import Patches
 from advisor.loop.sources import shown, user_line
 from advisor.transforms import targets
 from advisor.transforms.forward import GRAPH, REPLICATED, ForwardStack
-from advisor.transforms.graphs.sending import Sending, buckets_of
+from advisor.transforms.graphs.sending import CallsOfAStep, Sending, average, buckets_of
 from advisor.transforms.rewrapped import BUFFERS, OURS, Shell, send_as
 
 
@@ -271,7 +271,7 @@ class Replicated:
         self._root, self._loaders = root, loaders
         self._target = targets.unwrapped(root)  # whose backward graphs hold
         self._on_cpu = not next(root.parameters()).is_cuda
-        self._calls = 0  # since the last step
+        self._turns = CallsOfAStep()
         self.held_back = 0
         # Synchronised batch norms leave the same statistics everywhere. Without, rank 0's are everybody's before somebody looks: no
         # step of a training does, and DistributedDataParallel's way, at each step, takes three copies a norm.
@@ -288,7 +288,7 @@ class Replicated:
         self.ddp = DistributedDataParallel(self._shell, **own)  # the one before takes its hooks along
         if (kind := settings.get("sent_as")) is not None:
             send_as(self.ddp, kind)
-        self.settings, self._calls, self._sending = dict(settings), 0, None
+        self.settings, self._turns, self._sending = dict(settings), CallsOfAStep(), None
         targets.replicate(self._root, self.ddp)
 
     def sends(self) -> Sending | None:
@@ -306,30 +306,28 @@ class Replicated:
 
     def _through(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._shell.inner = inner
-        self.ddp.require_backward_grad_sync = self._calls % self.settings.get("passes", 1) == 0
-        self.held_back += not self.ddp.require_backward_grad_sync
+        sends = self._turns.calls % self.settings.get("passes", 1) == 0 and not self._turns.holds
+        self.ddp.require_backward_grad_sync = sends
+        self.held_back += not sends
         return self.ddp(*args, **kwargs)
 
     def stepped(self) -> None:
         """Before the optimizer's step: what was held back and not sent since is averaged now."""
-        if self._calls and not self.ddp.require_backward_grad_sync:
-            for parameter in _trained(self._root):
-                if parameter.grad is not None:
-                    parameter.grad /= distributed.get_world_size()
-                    distributed.all_reduce(parameter.grad)
-        self._calls = 0
+        held = self._turns.calls > 0 and not self.ddp.require_backward_grad_sync
+        if self._turns.steps() or held:
+            average(_trained(self._root))
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not (module.training and torch.is_grad_enabled()):
                 self._evaluated()
                 return inner(*args, **kwargs)
-            self._calls, self._versions = self._calls + 1, -1
+            self._versions = -1
             # Dropout draws from the host's generator on a CPU.
             with self._loaders.generators.in_place() if self._on_cpu else contextlib.nullcontext():
                 graphs: Any = ForwardStack.of(self._target).get(GRAPH)
                 sending = self.sends() if graphs is not None else None
-                if sending is None:
+                if not self._turns.offers(sending is not None):
                     return self._through(inner, *args, **kwargs)
                 graphs.sending = sending
                 try:

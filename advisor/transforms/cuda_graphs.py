@@ -27,7 +27,7 @@ import torch
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
-from advisor.transforms import direct_gradients
+from advisor.transforms import direct_gradients, rewrapped
 from advisor.transforms.base import Match, Transform, Undo
 from advisor.transforms.forward import GRAPH, ForwardStack
 from advisor.transforms.graphs.calls import unfit
@@ -72,6 +72,7 @@ class CudaGraphs(Transform):
             return Match(applies=False, reason="CUDA graphs need a CUDA GPU")
         if not training.fixed_shapes:
             return Match(applies=False, reason="input shapes change from step to step")
+        rewrapped.layers(training)  # which tell what the backward of a model in a DistributedDataParallel sends
         fits, not_fit = [], []
         for module in targets(training):
             reason = unfit(module)

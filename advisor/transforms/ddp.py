@@ -21,11 +21,10 @@ from advisor.core.profile import StepProfile
 from advisor.core.units import bytes_text
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
+from advisor.transforms import rewrapped
 from advisor.transforms.base import Match, Transform, Undo
-from advisor.transforms.forward import REPLICATED, ForwardStack
 from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.rewrapped import Rewrapped, refused
-from advisor.transforms.targets import of_one
 
 
 class _Setting(Transform):
@@ -39,7 +38,7 @@ class _Setting(Transform):
         return dict(self.settings)
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        layers = _layers(training)
+        layers = rewrapped.layers(training)
         if not layers:
             return Match(applies=False, reason="no model has a DistributedDataParallel around it")
         for root in training.roots:
@@ -52,14 +51,14 @@ class _Setting(Transform):
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         with all_or_nothing() as undo:
-            for layer in _layers(training):
+            for layer in rewrapped.layers(training):
                 before = dict(layer.settings)
                 undo.push(lambda layer=layer, before=before: layer.change(before))
                 layer.change({**before, **self.wanted(parameters)})
         return undo
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        wanted, layers = self.wanted({}), _layers(training)
+        wanted, layers = self.wanted({}), rewrapped.layers(training)
         on = bool(layers) and all(
             layer.settings.get(name) == value for layer in layers for name, value in wanted.items()
         )
@@ -82,7 +81,7 @@ class Buckets(_Setting):
         return {"bucket_cap_mb": float(parameters.get("mb", "100"))}
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        sizes = {layer.settings.get("bucket_cap_mb") for layer in _layers(training)}
+        sizes = {layer.settings.get("bucket_cap_mb") for layer in rewrapped.layers(training)}
         return Check(
             passed=bool(sizes - {None}),
             detail=f"buckets of {', '.join(bytes_text((size or 0) * 2**20) for size in sizes)}",
@@ -126,23 +125,10 @@ class SentOnce(_Setting):
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
         if self.wanted(parameters)["passes"] < 2:
             return Match(applies=False, reason="a step has one backward pass")
-        if any(isinstance(layer, Rewrapped) for layer in _layers(training)):
+        if any(isinstance(layer, Rewrapped) for layer in rewrapped.layers(training)):
             return Match(applies=False, reason="when to send is the script's own to say, by `no_sync`")
         return super().match(training, parameters)
 
     def effect(self, training: Training, before: StepProfile | None, after: StepProfile | None) -> Check:
-        kept = sum(layer.held_back for layer in _layers(training))
+        kept = sum(layer.held_back for layer in rewrapped.layers(training))
         return Check(passed=kept > 0, detail=f"{kept} backward passes did not send")
-
-
-def _layers(training: Training) -> list[Any]:
-    """What holds the settings of each root's wrapper. That of a script's own is made here, and does nothing until it is told to."""
-    found = []
-    for root in training.roots:
-        stack = ForwardStack.of(root.module)
-        layer = stack.get(REPLICATED)
-        if layer is None and isinstance(root.module, DistributedDataParallel) and not of_one(root.module):
-            layer = Rewrapped(root.module)
-            stack.set(REPLICATED, layer)
-        found += [layer] if layer is not None else []
-    return found

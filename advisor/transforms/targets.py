@@ -59,25 +59,25 @@ def passed_by(wrapper: torch.nn.Module) -> bool:
 _around: WeakKeyDictionary[torch.nn.Module, ref[DistributedDataParallel]] = WeakKeyDictionary()
 
 
-_replicated: WeakSet[torch.nn.Module] = WeakSet()  # what `--gpus N` trains, without its wrappers of one
+# What `--gpus N` trains, without its wrappers of one; and the script's own wrappers that another stands for (rewrapped.py).
+_replicated: WeakSet[torch.nn.Module] = WeakSet()
 
 
 def replicate(module: torch.nn.Module, ddp: DistributedDataParallel) -> None:
     """From now on `ddp` is known to stand around the module, and so around all in it: what a DataParallel holds is a target itself."""
     for inner in module.modules():
         _around[inner] = ref(ddp)
-    _replicated.add(unwrapped(module))
+    mark_replicated(unwrapped(module))
+
+
+def mark_replicated(module: torch.nn.Module) -> None:
+    """The layer at this module's REPLICATED tells graphs of its backward what to send."""
+    _replicated.add(module)
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether what `--gpus N` has put around this module tells graphs of its backward what to send."""
+    """Whether something tells graphs of this module's backward what to send."""
     return module in _replicated
-
-
-def is_around(module: torch.nn.Module) -> bool:
-    """Whether `--gpus N` has put a DistributedDataParallel around this module's forward, or around one that holds it."""
-    known = _around.get(module)
-    return known is not None and known() is not None
 
 
 def data_parallel(module: torch.nn.Module) -> list[DistributedDataParallel]:

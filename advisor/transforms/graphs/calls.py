@@ -10,7 +10,7 @@ import functools
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Protocol
 from weakref import ref
 
@@ -29,7 +29,7 @@ from advisor.transforms.graphs.host_values import HostValues
 from advisor.transforms.graphs.replaying import Replay, serving
 from advisor.transforms.graphs.sending import Sending
 from advisor.transforms.patch import is_script
-from advisor.transforms.targets import data_parallel, is_around, is_replicated
+from advisor.transforms.targets import data_parallel, is_replicated
 
 # Eager calls of a kind before it is captured: libraries create their handles and workspaces and cuDNN tunes in them.
 WARM_CALLS = 3
@@ -90,7 +90,7 @@ class GraphedForward:
         if not module.training or not torch.is_grad_enabled():
             self.eager["it is called in evaluation mode or without gradients"] += 1
             return plain(*args, **kwargs)
-        if sending is None and is_around(module):
+        if sending is None and is_replicated(module):
             self.eager["its DistributedDataParallel has not settled what it sends, or sends more than gradients"] += 1
             return plain(*args, **kwargs)
         arguments = taken_apart(args, kwargs)
@@ -176,16 +176,18 @@ class GraphedForward:
     def _capture(
         self, key: Any, module: torch.nn.Module, arguments: Arguments, host_values: HostValues | None = None
     ) -> Captured | None:
+        sending = self.layer.sending
         try:
-            return Captured(
-                self.inner,
-                module,
-                arguments,
-                beside=self.layer.beside,
-                host_values=host_values or self._host.get(key),
-                within=self._compiled(),
-                sending=self.layer.sending,
-            )
+            with sending.silently() if sending is not None else nullcontext():
+                return Captured(
+                    self.inner,
+                    module,
+                    arguments,
+                    beside=self.layer.beside,
+                    host_values=host_values or self._host.get(key),
+                    within=self._compiled(),
+                    sending=sending,
+                )
         except Exception as error:
             self.failed[key] = told(error)
             self.layer.descend(module)
@@ -295,7 +297,7 @@ def unfit(module: torch.nn.Module) -> str:
     """Why this module cannot be graphed; empty when it can."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel over several devices does work of its own around the forward"
-    # One hears neither of a replay nor of its gradients, and sends none; but what `--gpus N` has put there tells what it would send.
+    # One hears neither of a replay nor of its gradients, and sends none; but what stands at REPLICATED tells what it would send.
     if data_parallel(module) and not is_replicated(module):
         return "DistributedDataParallel does work of its own around the forward"
     if next(module.parameters(), None) is None:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 from advisor.transforms.forward import InstalledForward, hooks_of, is_installed
 
@@ -37,7 +38,8 @@ class Layout:
         held += [hooks for m in modules[1:] for hooks in hooks_of(m)]
         self._views = [d.values() for d in held]  # which follow what becomes of the dictionaries
         self._held = list(chain.from_iterable(self._views))
-        self._attributes = list(map(vars, modules))
+        # A DistributedDataParallel notes there, call by call, what it has sent: that is told elsewhere (sending.py).
+        self._attributes = [vars(m) for m in modules if not isinstance(m, DistributedDataParallel)]
         anew: dict[int, set[str]] = {}
         for d, name in computed:
             anew.setdefault(id(d), set()).add(name)
@@ -62,7 +64,7 @@ class Layout:
         self._values = [(operator.itemgetter(*n), d) for n, d in zip(others, self._attributes, strict=True) if n]
         self._known = [_copied(read(d)) for read, d in self._values]
         # Not of the first itself: each composition has graphs of its own. What gets or loses layers has another number of attributes.
-        below = [(d, d.get("forward")) for d in self._attributes[1:]]
+        below = [(d, d.get("forward")) for d in map(vars, modules[1:])]
         self._layered = [(d, f.composed) for d, f in below if isinstance(f, InstalledForward)]
         self._counts = list(map(len, self._attributes))
 

@@ -7,8 +7,8 @@ runs this step eagerly (another shape, a capture that has failed) meet in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,12 +29,14 @@ class Sending:
         buckets: identities of the parameters, in the order in which they lie and are sent.
         sent_as: "bf16" or "fp16" where gradients travel so.
         eagerly: `eagerly(forward, *args, **kwargs)`: the call through DistributedDataParallel, which then sends.
+        silently: inside, the forward that is captured sends nothing by itself.
     """
 
     buckets: tuple[tuple[int, ...], ...]
     group: Any
     sent_as: str = ""
     eagerly: Callable[..., Any]
+    silently: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def buckets_of(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | None:
@@ -46,6 +48,52 @@ def buckets_of(ddp: DistributedDataParallel) -> tuple[tuple[int, ...], ...] | No
     parameters = [id(p) for p in ddp.parameters() if p.requires_grad]
     buckets = tuple(tuple(parameters[int(i)] for i in bucket.split()) for bucket in told.split(",") if bucket.strip())
     return buckets if sorted(i for bucket in buckets for i in bucket) == sorted(parameters) else None
+
+
+class CallsOfAStep:
+    """Which calls of a step graphs may send for: that of a step with one call.
+
+    With more, DistributedDataParallel averages what all of them have left, once; a graph would send for each. So the further calls of a step
+    whose first was a graph's are held back, and averaged before the optimizer steps; and graphs rest for some steps. All ranks count alike,
+    whichever of them replay.
+    """
+
+    AGAIN = 20  # steps of one call each, before graphs may send again
+
+    def __init__(self) -> None:
+        self.calls = 0  # since the last step
+        self._offered = False
+        self._resting = 0
+
+    def offers(self, ready: bool) -> bool:
+        """A call begins: whether it may be a graph's. `ready`: what is sent is settled."""
+        self.calls += 1
+        if self.calls > 1:
+            self._resting = self.AGAIN
+            return False
+        self._offered = ready and not self._resting
+        return self._offered
+
+    @property
+    def holds(self) -> bool:
+        """Whether the call that has begun is to send nothing."""
+        return self._offered and self.calls > 1
+
+    def steps(self) -> bool:
+        """The optimizer is about to step: whether what was held back has to be averaged first."""
+        held, self._offered = self.holds, False
+        if self.calls == 1:
+            self._resting = max(0, self._resting - 1)
+        self.calls = 0
+        return held
+
+
+def average(parameters: Iterable[torch.Tensor], group: Any = None) -> None:
+    """The gradients that are there become the means of all ranks', one by one."""
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad /= distributed.get_world_size(group)
+            distributed.all_reduce(parameter.grad, group=group)
 
 
 class SentBuckets:
