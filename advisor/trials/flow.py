@@ -45,19 +45,22 @@ def in_turns(arms: Sequence[Sequence[Measurement]]) -> list[list[list[float]]] |
     what that worker needs, wherever the turn begins. Steps before the first wait are left out where a run waits at all: they were fed by
     what had been made during the start and its first, longer steps.
     """
-    count = min((len(run.every_us) for arm in arms for run in arm), default=0)
+    # What some steps hold besides is comparable in as many steps of each run alone.
+    plain = not any(reason for arm in arms for run in arm for reason in run.held)
+    steps_of = [[list(run.every_us) for run in arm] for arm in arms] if plain else every_us(arms)
     found = []
-    for arm, of_arm in zip(arms, every_us(arms), strict=True):
-        turned = [_turns(steps, run, count) for steps, run in zip(of_arm, arm, strict=True)]
+    for arm, of_arm in zip(arms, steps_of, strict=True):
+        turned = [_turns(steps, run) for steps, run in zip(of_arm, arm, strict=True)]
         if not all(turned):
             return None
         found.append(turned)
     return found
 
 
-def _turns(steps: Sequence[float], run: Measurement, count: int) -> list[float]:
+def _turns(steps: Sequence[float], run: Measurement) -> list[float]:
     """Of one run; empty where there are too few."""
-    if run.workers < 2:
+    count = len(steps)
+    if run.workers < 2 or not count:
         return []
     waits = [us > NO_WAIT_FRAC * fmean(steps) for us in run.waited_us[:count]]
     first = waits.index(True) + 1 if any(waits) else 0

@@ -330,15 +330,15 @@ def process_speedup(
             Either compares as many steps of each run as the shortest has.
         turns: each time is that of a whole turn of loader workers; one may be a block.
     """
-    arms = _same_lengths(plain, stack) if alike or means else [_usable(plain), _usable(stack)]
+    placed = alike or (means and not turns)  # turns begin anywhere, and are as many as there were
+    arms = _same_lengths(plain, stack) if placed else [_usable(plain), _usable(stack)]
     logs = [[block_logs(_blocks(steps, turns), means=means) for steps in arm if steps] for arm in arms]
     if any(sum(map(len, arm)) < 2 for arm in logs):
         return None
-    freedoms = [sum(map(len, arm)) - 1 for arm in logs]
-    lost = [1.0, 1.0]
+    freedoms, lost = [sum(map(len, arm)) - 1 for arm in logs], [1.0, 1.0]
     if alike:
         lost = [_without_course([process for arm in logs for process in arm])] * 2
-    elif means:
+    elif placed:
         for i, arm in enumerate(logs):
             if len(arm) > 1:
                 lost[i] = _without_course(arm)

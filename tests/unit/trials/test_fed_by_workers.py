@@ -128,6 +128,17 @@ def test_a_plan_whose_runs_are_certainly_slower_is_not_kept_whatever_its_process
     assert found.passed is False
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_one_run_of_each_kind_shows_that_a_plan_with_twice_the_workers_is_not_slower(seed):
+    """3-D ResNet on an H200: 2.29 times as fast by one run of each, told as 0.00 to above 100: of 23 steps of the plain run there were no whole
+    turns of the twelve workers of the plan, and single steps come in bursts."""
+    plain = [fed(71.0, 1200.0, seed=seed, steps=23, noise=0.2)]
+    stack = [fed(50.0, 1200.0, seed=100 + seed, steps=60, noise=0.2, workers=12)]
+    found = proof.judge(plain, stack, (NHWC, MORE_WORKERS), flow=True)
+    assert found.passed is True
+    assert 1.4 < found.speedup < 2.6
+
+
 def test_processors_that_nobody_watched_prove_nothing():
     plain, stack = arms((71.0, 1200.0), (50.0, 1200.0))
     assert proof.takes_no_more(plain, stack)
