@@ -22,6 +22,7 @@ Predict = Callable[[str, Mapping[str, str]], Interval | None]
 _OUTCOMES = (Outcome.FIRED, Outcome.UNKNOWN, Outcome.QUIET)
 _STAGE = {area: place for place, area in enumerate(AREAS)}
 _STARVED = 0.1  # share of the step waiting for input above which a faster kernel mostly lengthens the wait
+_STRANGE = "cupy_alone: the loop is CuPy's, and the change is for PyTorch's"
 
 
 def evaluate(
@@ -93,7 +94,11 @@ def outcome(rule: Rule, table: MetricTable) -> tuple[Outcome, tuple[str, ...]]:
 
 
 def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Finding:
-    result, missing = outcome(rule, table)
+    result, names = outcome(rule, table)
+    missing = tuple(f"{name}: {_reason(name, table)}" for name in names)
+    if result is Outcome.FIRED and rule.transform and table["cupy_alone"].value and not _fits(rule.transform, table):
+        # What mends a loop of PyTorch's is no advice for one of CuPy's; rules of its own speak of the same causes.
+        result, missing = Outcome.UNKNOWN, (_STRANGE,)
     fired = result is Outcome.FIRED
     gain = _possible(rule.gain.interval(table)[0], rule.semantics, table) if fired and rule.gain else None
     return Finding(
@@ -109,7 +114,7 @@ def _judge(rule: Rule, table: MetricTable, profile: StepProfile | None) -> Findi
         transform=rule.transform if _fits(rule.transform, table) else "",
         parameters=dict(rule.parameters),
         semantics=rule.semantics,
-        missing=tuple(f"{name}: {_reason(name, table)}" for name in missing),
+        missing=missing,
         rationale=rule.rationale,
         references=rule.references,
         gates=rule.gates,

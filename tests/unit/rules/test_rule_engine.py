@@ -165,3 +165,14 @@ def test_a_deprecated_rule_is_kept_for_its_id_and_not_asked(tmp_path):
     rules = load([write(tmp_path, RULE.replace("status: stable", "status: deprecated"))], shipped=False)
     assert rules[0].id == "slow-thing"
     assert evaluate(rules, MetricTable()) == ()
+
+
+def test_what_mends_a_loop_of_pytorchs_is_no_advice_for_one_of_cupys(tmp_path):
+    rules = two_that_ask(tmp_path)
+    for found in evaluate(rules, waiting(cupy_alone=True)):
+        assert (found.outcome, found.transform, found.message) == (Outcome.UNKNOWN, "", "")
+        assert found.missing == ("cupy_alone: the loop is CuPy's, and the change is for PyTorch's",)
+    for found in evaluate(rules, waiting(cupy_alone=False)):
+        assert (found.outcome, found.transform) == (Outcome.FIRED, "loader_workers")
+    for found in evaluate(rules, waiting(cupy_alone=True, idle_data_frac=0.0)):
+        assert (found.outcome, found.missing) == (Outcome.QUIET, ())
