@@ -15,7 +15,7 @@ import torch
 
 from advisor.ops import differentiable, dispatch, nvrtc, storage
 from advisor.ops.alignment import is_nhwc, nhwc, realigned
-from advisor.ops.batchnorm_act import cuda, joined, over_ranks, reference, spec
+from advisor.ops.batchnorm_act import cuda, frozen, joined, over_ranks, reference, spec
 from advisor.ops.batchnorm_act.norm import Norm
 from advisor.ops.operation import ABOVE, NONE, OWN, Arguments, Gradients, Operation, Saved, Unread
 
@@ -265,11 +265,11 @@ def _frozen_forward(
     x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, affine_gradients: bool
 ) -> tuple[torch.Tensor | None, ...]:
     read = norm.filled(x)
-    return *cuda.frozen_forward(x, residual, read, affine_gradients), *_made(read, norm)
+    return *frozen.forward(x, residual, read, affine_gradients), *_made(read, norm)
 
 
 def _frozen_backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
-    return _frozen_gradients(cuda.frozen_backward, nhwc(dy), arguments, saved)
+    return _frozen_gradients(frozen.backward, nhwc(dy), arguments, saved)
 
 
 def _frozen_twice(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:

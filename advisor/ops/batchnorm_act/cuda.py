@@ -123,29 +123,6 @@ def _one(device: torch.device, *of: Any) -> tuple[Launch, tuple[Any, ...]] | Non
 
 
 @lru_cache(maxsize=4096)
-def _frozen(
-    source: str,
-    rows: int,
-    channels: int,
-    dtype: torch.dtype,
-    activation: str,
-    residual: bool,
-    affine_gradients: bool,
-    device: int,
-) -> Launch:
-    name = storage.name(dtype)
-    shape = spec.geometry(rows, channels, name, nvrtc.sm_count(device), spec.BLOCKS_PER_SM)
-    return launch(
-        source,
-        spec.frozen_defines(source, name, activation, residual, affine_gradients),
-        device,
-        (shape.row_blocks, shape.tiles),
-        spec.THREADS,
-        (rows, shape.vectors, shape.tile),
-    ).leaving(shape.row_blocks * 2 * channels if affine_gradients else 0)
-
-
-@lru_cache(maxsize=4096)
 def _two(names: tuple[str, str], *of: Any) -> tuple[Launch, Launch]:
     return one_of_two(names[0], *of), one_of_two(names[1], *of)
 
@@ -376,49 +353,3 @@ def backward_of_sums(
     _, apply = _launches(BACKWARD, x, "relu", True)
     apply.run(g, None, x, saved, weight, bias, coefficients, dx, behind=(0.0,))
     return dx, dweight, dbias
-
-
-def frozen_forward(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    norm: Norm,
-    affine_gradients: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns y (like x) and mask (bytes; empty where `spec.frozen_masked` says that the backward needs none).
-
-    x and residual: [N, C, H, W] channels_last, fp16, bf16 or fp32; the rest [C] fp32.
-    """
-    n, c, h, w = x.shape
-    device = x.device.index or 0
-    variant = norm.activation, residual is not None, affine_gradients
-    plan = _frozen(spec.FROZEN_FORWARD, n * h * w, c, x.dtype, *variant, device)
-    y = torch.empty_like(x)
-    masked = spec.frozen_masked(*variant)
-    width = storage.vector_width(storage.name(x.dtype))
-    mask = torch.empty(x.numel() // width if masked else 0, dtype=torch.uint8, device=x.device)
-    plan.run(x, residual, *norm.read, y, mask, behind=(norm.eps, norm.slope))
-    return y, mask
-
-
-def frozen_backward(
-    dy: torch.Tensor,
-    x: torch.Tensor | None,
-    mask: torch.Tensor,
-    norm: Norm,
-    residual: bool,
-    affine_gradients: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Returns dx and dresidual (like dy; empty without a residual), dweight and dbias ([C] fp32; empty without `affine_gradients`).
-
-    dy: [N, C, H, W] channels_last, like x, which is None where `spec.frozen_keeps_input` says that it is not read.
-    """
-    n, c, h, w = dy.shape
-    device = dy.device.index or 0
-    plan = _frozen(spec.FROZEN_BACKWARD, n * h * w, c, dy.dtype, norm.activation, residual, affine_gradients, device)
-    dx = torch.empty_like(dy)
-    dresidual = torch.empty_like(dy) if residual else dy.new_empty(0)
-    partial = torch.empty(plan.partials, dtype=torch.float32, device=dy.device)
-    dweight, dbias = (dy.new_empty(c if affine_gradients else 0, dtype=torch.float32) for _ in range(2))
-    sums = partial, nvrtc.tickets(dy.device)
-    plan.run(dy, x, mask, *norm.read, *sums, dx, dresidual, dweight, dbias, behind=(norm.eps, norm.slope))
-    return dx, dresidual, dweight, dbias
