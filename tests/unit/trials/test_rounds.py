@@ -446,7 +446,7 @@ def test_compile_waits_until_the_rest_is_settled_and_must_still_promise_a_gain(s
         assert found.status == status
         assert [v.transform for v in log.verdicts].count("amp_bf16") == 1
         forget(script)
-    assert "beside the kept changes" in found.reason
+    assert "with the kept changes" in found.reason
 
 
 def test_compile_is_tried_at_once_where_nothing_else_is_or_helps(script) -> None:
