@@ -7,12 +7,14 @@ with `os._exit(0)`, its streams flushed, because it would otherwise train on for
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
 import time
 from contextlib import suppress
 
+from advisor.loop.heap import classes, living
 from advisor.loop.records import PROGRESS_FILE
 from advisor.loop.session import LEAVING, Session, tell
 
@@ -64,6 +66,7 @@ def stop(session: Session, reason: str) -> None:
     if not _Request.reason:
         tell(session, "stopped", reason=reason, pid=os.getpid())
         _hurry_workers()
+        atexit.register(_end_loaders)
         with suppress(OSError):
             sys._advisor_leaving = _Leaving(session)  # type: ignore[attr-defined]  # ours, kept where nothing else is torn down sooner
     _Request.reason = reason or "done"
@@ -75,6 +78,19 @@ def _hurry_workers() -> None:
     loader = sys.modules.get("torch.utils.data._utils")
     if loader is not None:
         loader.MP_STATUS_CHECK_INTERVAL = WORKER_S  # type: ignore[attr-defined]  # a constant of torch's that its types leave out
+
+
+def _end_loaders() -> None:
+    """Iterators of data loaders that the stop's own traceback still holds end as they would if they were let go of.
+
+    A thread that pins a batch in native code while the interpreter is taken apart ends the process (`std::terminate`), and a measurement
+    that was complete was lost with it (RepLKNet on an H200: exit code 134).
+    """
+    loader = sys.modules.get("torch.utils.data.dataloader")
+    kind = getattr(loader, "_MultiProcessingDataLoaderIter", None)
+    for iterator in living(classes(kind)) if kind is not None else ():
+        with suppress(Exception):  # one that was never begun, or is at its end
+            iterator._shutdown_workers()
 
 
 def requested() -> bool:

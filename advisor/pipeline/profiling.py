@@ -142,6 +142,7 @@ def profile_script(
     check_measured(ended, thrown_away=not orders.keep_running, held=restore.held_by_another(run_dir))
     notes = {
         "the script's process hung as it exited, after it was measured, so advisor ended it": ended.hung,
+        "the script's process crashed as it exited, after it was measured": ended.crashed,
         "the script ends early, so this was measured in a second run, with fewer steps": again,
     }
     told = (*(note for note, is_so in notes.items() if is_so), *told)

@@ -26,6 +26,7 @@ from advisor.trials import records, spent
 from advisor.userfiles import restore
 
 _HUNG = "a process of the script finished its work but hung in native exit handlers, so advisor ended it"
+_CRASHED = "a process of the script finished its work but crashed in native code as it ended; what it measured counts"
 # A rank's lines begin with its number where torchrun tells the error.
 _RANK, _TRACEBACK, _ERROR = (
     re.compile(r"^\[rank\d+\]: ?"),
@@ -156,8 +157,8 @@ class Script:
     def ended(self, ended: Exit, wall_s: float, phase: str = "", *, started: bool = True) -> Ended:
         """A process has ended so, after this time in its latest orders; the files are back. `started`: with these, not with others."""
         self._account(wall_s, phase, started=started)
-        if ended.hung and _HUNG not in self.notes:
-            self.notes.append(_HUNG)
+        told = {_HUNG: ended.hung, _CRASHED: ended.crashed}
+        self.notes += [note for note, is_so in told.items() if is_so and note not in self.notes]
         if ended.interrupted or ended.code == 130 or ended.signal == signal.SIGINT:
             self.interrupted = True
         of_ours = ended.timed_out or ended.stopped_by_advisor or ended.fault or ended.gave_up

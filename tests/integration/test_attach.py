@@ -258,6 +258,33 @@ def test_a_script_that_hangs_in_native_exit_handlers_is_ended(tmp_path: Path, mo
     assert (run_dir / "steps.json").exists()
 
 
+def test_a_script_that_crashes_in_native_code_as_it_ends_was_measured(tmp_path: Path) -> None:
+    write(tmp_path, HANGS.replace("pause", "abort") + LOOP + "train(1000)\n")
+    ended, _, run_dir = run(tmp_path, "train.py", steps=3)
+    assert ended.crashed
+    assert (ended.code, ended.signal, ended.stopped_by_advisor) == (0, 0, True)
+    assert (run_dir / "steps.json").exists()
+    write(tmp_path, LOOP + "train(2)\nimport os\nos.abort()\n")
+    ended, _, _ = run(tmp_path, "train.py", steps=30)
+    assert (ended.crashed, ended.code) == (False, 134)  # its own
+
+
+def test_loaders_end_before_the_interpreter_does(tmp_path: Path) -> None:
+    """A thread of a loader that works in native code while the interpreter is taken apart ends the process, and the frames that the stop
+    has passed hold the loader's iterator."""
+    held = """
+import atexit
+from torch.utils.data import DataLoader
+batches = iter(DataLoader(list(range(8)), num_workers=1))
+next(batches)
+workers = list(batches._workers)
+atexit.register(lambda: print("shut down", batches._shutdown, [w.is_alive() for w in workers]))
+"""
+    write(tmp_path, LOOP + held + "train(1000)\n")
+    _, output, _ = run(tmp_path, "train.py", steps=3)
+    assert "shut down True [False]" in output
+
+
 @pytest.mark.long
 def test_a_clean_up_of_the_scripts_own_may_take_its_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exit handlers, `finally` blocks and threads: also handlers from before torch's import, which run last."""

@@ -8,6 +8,7 @@ interpreter; only the environment carries something new: `PYTHONPATH` begins wit
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +30,8 @@ from advisor.userfiles.protect import FILES_VARIABLE, SUPERVISOR_VARIABLE
 
 ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
 POLL_S = 0.1
+# A process that has all it came for may crash as it ends: a thread in native code, while the interpreter is taken apart around it.
+CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 LEAVING_S = 15.0  # for the exit handlers of native libraries, once Python's have run in a script that was stopped
 
 
@@ -42,6 +45,7 @@ class Exit:
     timed_out: bool = False
     interrupted: bool = False  # the user has asked for an end, by a signal, whatever the script made of it
     hung: bool = False  # it was stopped by advisor and did all it had to do, but native code kept it from ending
+    crashed: bool = False  # so it was, and did, and native code crashed as it ended
     seconds: float = 0.0
     files_written: tuple[str, ...] = ()  # told by the child in `file` events
     reached: WaitStage = WaitStage.STEPS
@@ -173,7 +177,8 @@ class _Told:
                     hung = True
                     end_tree(child)
         self._pass_on(child.pid)
-        if hung:
+        crashed = self._stopped and not timed_out and -code in CRASHES
+        if hung or crashed:
             code = 0  # it had come to the end that was asked for
         number = -code if code < 0 else 0
         return Exit(
@@ -183,6 +188,7 @@ class _Told:
             timed_out=timed_out,
             interrupted=bool(asked),
             hung=hung,
+            crashed=crashed,
             seconds=time.monotonic() - started,
             files_written=tuple(dict.fromkeys(self._files)),
             reached=self._waiting.stage,
