@@ -11,7 +11,7 @@ import samples
 from advisor.core.profile import StepProfile
 from advisor.reporting.html import MAX_PLACES, json_script, report_html, web_address
 
-VOID = {"meta", "br", "img", "input", "link", "hr"}
+VOID = {"meta", "br", "wbr", "img", "input", "link", "hr"}
 
 
 class Page(HTMLParser):
@@ -225,3 +225,8 @@ def test_a_finding_that_asks_for_nothing_has_no_result():
     text = report_html(samples.resnet50(), replace(found, findings=(fired,), cards=cards), None)
     assert "For you to decide." in text
     assert "Result:" not in text
+
+
+def test_a_long_name_breaks_between_its_parts(applied):
+    """`downsamp` and `le.1`, and `vectorized_ele` and `mentwise_kerne`, stood on two lines."""
+    assert "<code>layer1.<wbr>0.<wbr>" in applied or "<code>ResNet.<wbr>layer1" in applied
