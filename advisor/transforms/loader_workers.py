@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader
 
 from advisor.core.profile import StepProfile
 from advisor.core.stderr import say
-from advisor.core.units import bytes_text
+from advisor.core.units import bytes_text, counted
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
@@ -159,7 +159,9 @@ class _Threads:
 
 def _why_not(loader: DataLoader[Any], wanted: int, parameters: Mapping[str, str]) -> str:
     if loader.num_workers >= wanted:
-        return f"has {loader.num_workers} workers"
+        return (
+            f"it has {counted(loader.num_workers, 'worker')}, and no more than {wanted} would be tried on these cores"
+        )
     if is_stream(loader):
         return "an IterableDataset yields everything again in each worker"
     item = probe(loader)

@@ -120,7 +120,7 @@ def test_what_it_refuses(loop, monkeypatch) -> None:
         loop.training.loaders[:] = [loader]
         return LoaderWorkers().match(loop.training, TWO).reason
 
-    assert "has 2 workers" in reason(make_loader(num_workers=2))
+    assert "it has 2 workers, and no more than 2 would be tried" in reason(make_loader(num_workers=2))
     assert "IterableDataset" in reason(DataLoader(Stream()))
     assert "no such image" in reason(DataLoader(Broken()))
     assert "on a device" in reason(DataLoader(TensorDataset(torch.zeros(3, device="meta"))))
