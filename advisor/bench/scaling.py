@@ -46,6 +46,7 @@ from advisor.bench.scaling_cases import (
 )  # fmt: skip
 from advisor.core import storage
 from advisor.core.errors import AdvisorError, ExitCode
+from advisor.core.gpus import SENDS
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Status
@@ -239,6 +240,13 @@ def _measured(
         return _divided(case, words, batch, home, say)
     sent = (PlanItem(transform=name, status=Status.KEPT) for name in SENT[case.sent])
     items = () if case.sent == AS_WRITTEN else (*plan, *sent)
+    if case.ranks > 1:  # graphs hold what is sent
+        items = tuple(
+            dataclasses.replace(item, parameters={**item.parameters, **SENDS})
+            if item.transform == "cuda_graphs"
+            else item
+            for item in items
+        )
     if case.sent == EAGER:
         items = tuple(item for item in items if item.transform != "cuda_graphs")
     timed = _timed(_command(case, words, home), items, home, limit_s)

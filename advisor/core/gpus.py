@@ -14,3 +14,9 @@ class Gpus:
     count: int = 1
     allow: bool = False
     shard: str = ""
+
+
+SENDS = {"sends": "inside"}
+"""Parameters of `cuda_graphs` with which graphs of several ranks hold what DistributedDataParallel would send. Without, a model that several
+ranks train has no graphs: no GPU has measured it yet, so it is on only where a proof in all ranks follows, or has been made.
+"""

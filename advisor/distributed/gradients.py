@@ -326,7 +326,7 @@ class Replicated:
             # Dropout draws from the host's generator on a CPU.
             with self._loaders.generators.in_place() if self._on_cpu else contextlib.nullcontext():
                 graphs: Any = ForwardStack.of(self._target).get(GRAPH)
-                sending = self.sends() if graphs is not None else None
+                sending = self.sends() if graphs is not None and graphs.sends else None
                 if not self._turns.offers(sending is not None):
                     return self._through(inner, *args, **kwargs)
                 graphs.sending = sending

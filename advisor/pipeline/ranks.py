@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from advisor.core import storage
 from advisor.core.errors import ExitCode
-from advisor.core.gpus import Gpus
+from advisor.core.gpus import SENDS, Gpus
 from advisor.core.plan import Plan, PlanItem
 from advisor.core.profile import StepProfile
 from advisor.pipeline.applied import ApplyResult, plan_beside
@@ -96,6 +96,8 @@ class _OnRanks:
         profile = searched.profile if searched is not None else None
         bare = ranks.bare_plan(self.command, self.proof, self.run_dir, self.way, environment=self.environment)
         items = [item for item in found.items if item.status in TO_PROVE] if found is not None else []
+        # Graphs may send to other ranks: what follows proves the plan in all of them.
+        items = [replace(i, parameters={**i.parameters, **SENDS}) if i.transform == "cuda_graphs" else i for i in items]
         early = ""
         together = starting.on_ranks(self.command, self.gpus, self.run_dir, seed=ranks.new_seed(), way=self.way)
         if search_more:

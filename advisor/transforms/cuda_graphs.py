@@ -24,6 +24,7 @@ from weakref import ref
 
 import torch
 
+from advisor.core.gpus import SENDS
 from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
@@ -37,6 +38,10 @@ from advisor.transforms.patch import all_or_nothing
 from advisor.transforms.targets import single_process, targets
 
 current, release = layers.current, layers.release
+
+
+def _sends(parameters: Mapping[str, str]) -> bool:
+    return SENDS.items() <= parameters.items()
 
 
 def put_beside(modules: Iterable[torch.nn.Module]) -> Undo:
@@ -75,7 +80,7 @@ class CudaGraphs(Transform):
         rewrapped.layers(training)  # which tell what the backward of a model in a DistributedDataParallel sends
         fits, not_fit = [], []
         for module in targets(training):
-            reason = unfit(module)
+            reason = unfit(module, sends=_sends(parameters))
             (not_fit.append(f"{type(module).__name__}: {reason}") if reason else fits.append(type(module).__name__))
         if not fits:
             return Match(applies=False, reason="; ".join(not_fit) or "no module was seen", unmatched=tuple(not_fit))
@@ -87,9 +92,10 @@ class CudaGraphs(Transform):
             if direct_gradients.available():
                 serve(undo)
             for module in targets(training):
-                if unfit(module):
+                if unfit(module, sends=_sends(parameters)):
                     continue
                 stack, layer = ForwardStack.of(module), layers.of(module, False)
+                layer.sends = _sends(parameters)
                 layer.reducers = [ref(wrapper) for wrapper in wrappers if wrapper.module is module]
                 stack.set(GRAPH, layer)
                 undo.push(functools.partial(stack.clear, GRAPH))

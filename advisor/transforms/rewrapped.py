@@ -99,7 +99,7 @@ class Rewrapped:
             if not (module.training and torch.is_grad_enabled()):
                 return inner(*args, **kwargs)
             graphs: Any = ForwardStack.of(module).get(GRAPH)
-            sending = self._sends() if graphs is not None else None
+            sending = self._sends() if graphs is not None and graphs.sends else None
             if not self._turns.offers(sending is not None):
                 return self._through(inner, *args, **kwargs)
             # Rank 0's buffers are everybody's, whether a graph follows or not: a rank that runs it eagerly is not to ask for them again.

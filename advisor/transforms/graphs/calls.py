@@ -49,7 +49,8 @@ class Settings(Protocol):
 
     beside: bool  # weight gradients are captured on a stream of their own
     reducers: list[ref[DistributedDataParallel]]  # wrappers of one process around the module
-    sending: Sending | None  # what the call that runs now sends to other ranks
+    sends: bool  # graphs may send to other ranks
+    sending: Sending | None  # what the call that runs now sends to them
 
     def reducers_rest(self) -> bool:
         """Whether no wrapper counts gradients."""
@@ -144,7 +145,9 @@ class GraphedForward:
         self.calls[key] += 1
         if self.calls[key] <= WARM_CALLS:
             return None
-        why = unfit(module) or self._host.get(key, HostValues()).differ()  # hooks may have come later
+        why = (
+            unfit(module, sends=self.layer.sends) or self._host.get(key, HostValues()).differ()
+        )  # hooks may have come later
         captured = None if why else self._capture(key, module, arguments)
         if why:
             self.failed[key] = why
@@ -293,12 +296,12 @@ def _what_is_sent(sending: Sending | None) -> Any:
     return None if sending is None else (sending.buckets, sending.sent_as)
 
 
-def unfit(module: torch.nn.Module) -> str:
-    """Why this module cannot be graphed; empty when it can."""
+def unfit(module: torch.nn.Module, *, sends: bool = False) -> str:
+    """Why this module cannot be graphed; empty when it can. `sends`: a graph may send gradients to other ranks."""
     if isinstance(module, torch.nn.DataParallel):
         return "DataParallel over several devices does work of its own around the forward"
     # One hears neither of a replay nor of its gradients, and sends none; but what stands at REPLICATED tells what it would send.
-    if data_parallel(module) and not is_replicated(module):
+    if data_parallel(module) and not (sends and is_replicated(module)):
         return "DistributedDataParallel does work of its own around the forward"
     if next(module.parameters(), None) is None:
         return "it has no parameters"

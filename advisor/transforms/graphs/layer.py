@@ -39,6 +39,7 @@ class GraphLayer:
     Attributes:
         reducers: wrappers of one process around the module, which count its gradients where they are not passed by.
         parts: modules below that are graphed by themselves.
+        sends: graphs may send gradients to other ranks.
         sending: what the call that runs now sends to other ranks; None where it does not, as beside `--gpus N`.
     """
 
@@ -47,6 +48,7 @@ class GraphLayer:
         self.forwards: WeakSet[GraphedForward] = WeakSet()  # alive as long as the stack remembers the composition
         self.reducers: list[ref[DistributedDataParallel]] = []
         self.parts: list[ref[torch.nn.Module]] = []
+        self.sends = False
         self.sending: Sending | None = None
 
     def __call__(self, inner: Callable[..., Any], module: torch.nn.Module) -> Callable[..., Any]:
