@@ -83,8 +83,8 @@ def _hurry_workers() -> None:
 def _end_loaders() -> None:
     """Iterators of data loaders that the stop's own traceback still holds end as they would if they were let go of.
 
-    A thread that pins a batch in native code while the interpreter is taken apart ends the process (`std::terminate`), and a measurement
-    that was complete was lost with it (RepLKNet on an H200: exit code 134).
+    A thread that is in native code while the interpreter is taken apart ends the process (`std::terminate`, exit code 134); the thread that
+    pins batches is there for most of its time.
     """
     loader = sys.modules.get("torch.utils.data.dataloader")
     kind = getattr(loader, "_MultiProcessingDataLoaderIter", None)
