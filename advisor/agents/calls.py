@@ -69,7 +69,9 @@ class AgentCalls:
             file = Path(folder) / "idea.patch"
             write_text(file, patch if patch.endswith("\n") else f"{patch}\n")
             words = ["try", "--json", "-q", "--max-time", max_time, "--patch", str(file), script, *arguments]
-            return self._json(words)
+            found = self._json(words)
+            # The file is gone as the answer comes, and was never the agent's.
+            return {key: _renamed(value, str(file)) for key, value in found.items()}
 
     def apply(self, script: str, arguments: Sequence[str] = (), max_time: str = "10m") -> Answer:
         """Search: try all that helps, keep what is proved; the plan, its speed-up and the verdict on each change."""
@@ -94,6 +96,10 @@ class AgentCalls:
         if not isinstance(found, dict):
             return {"type": "error", "text": told[-TAIL:].strip() or "no answer", "exit_code": code}
         return {**found, "exit_code": code}
+
+
+def _renamed(value: Any, file: str) -> Any:
+    return value.replace(file, "the patch") if isinstance(value, str) else value
 
 
 def _failed(code: int, told: str, found: Answer) -> Answer:

@@ -82,6 +82,15 @@ def test_what_fails_is_told(tmp_path):
     assert calls.compare("a", "b") == {"type": "error", "text": "said on stderr", "exit_code": 3}
 
 
+def test_a_patch_is_not_told_by_the_file_that_it_was_put_into(tmp_path):
+    def refused(words, folder):
+        text = f"{words[words.index('--patch') + 1]} changes x.py, which is not in {folder}"
+        return 2, json.dumps({"schema_version": 1, "type": "error", "text": text}), ""
+
+    said = AgentCalls(tmp_path, refused).try_patch("--- a/x.py", "train.py")
+    assert said["text"] == f"the patch changes x.py, which is not in {tmp_path}"
+
+
 def test_a_rule_is_explained(tmp_path):
     run = Recorded(rules=(0, {"type": "rule", "id": "x", "title": "X", "text": "why", "path": "/p", "transform": ""}))
     assert AgentCalls(tmp_path, run).explain("x")["text"] == "why"
