@@ -37,3 +37,18 @@ def test_three_directions(emulated, shape: tuple[int, ...], taps: tuple[int, int
     near(cuda.forward(x, weight, bias, call), exact)
     near(cuda.backward_data(dy, weight, call), exact_dx)
     near(cuda.backward_weight(dy, x, weight, call), exact_dw, 4e-7)
+
+
+@pytest.mark.parametrize("shape", [(2, 5, 3, 7), (3, 8, 9, 8), (1, 130, 5, 14), (2, 66, 11, 6), (1, 72, 8, 17)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_images_are_turned_into_planes_and_back(emulated, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Rows that fill no vector, no tile, several tiles."""
+    torch.manual_seed(0)
+    planes = torch.randn(shape).to(dtype)
+    images = planes.contiguous(memory_format=torch.channels_last)
+    found = cuda.planes(images)
+    assert found.is_contiguous()
+    assert torch.equal(found, planes)
+    back = cuda.images(planes)
+    assert back.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(back, planes)

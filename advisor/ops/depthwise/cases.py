@@ -27,6 +27,8 @@ _TRAINED = (
 # DeepLabV3+'s taps far apart.
 _ALSO = ((256, 160, 14), (256, 304, 7))
 _DILATED = ((64, 512, 16, 12), (64, 512, 16, 24), (16, 304, 64, 12))
+# A visual attention network's: 7 taps, 3 pixels apart, with a bias.
+_SPREAD = ((64, 64, 56), (64, 128, 28), (64, 320, 14))
 _BIASED = 7  # ConvNeXt's convolutions have a bias, the others a batch norm behind them
 
 
@@ -99,6 +101,7 @@ BENCHMARK = (
     *_ALONE,
     *(_case((n, c, side, side), "bfloat16", 9, bias=True) for n, c, side in _ALSO),
     *(_case((n, c, side, side), "bfloat16", 3, dilation=dilation) for n, c, side, dilation in _DILATED),
+    *(_case((n, c, side, side), "bfloat16", 7, dilation=3, bias=True) for n, c, side in _SPREAD),
     *(
         case
         for (kernel, stride), sizes in _WITH_NORM

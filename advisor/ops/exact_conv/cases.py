@@ -141,9 +141,11 @@ def _linear_case(rows: int, inputs: int, outputs: int, *, scale: float = 1.0) ->
     )
 
 
-BENCHMARK = tuple(
-    _case((n, inputs, side, side), outputs, (k, k), stride) for n, inputs, outputs, side, k, stride in spec.TRAINED
-) + tuple(_linear_case(*sizes) for sizes in spec.TRAINED_LINEAR)
+BENCHMARK = (
+    *(_case((n, inputs, side, side), outputs, (k, k), stride) for n, inputs, outputs, side, k, stride in spec.TRAINED),
+    *(_case((n, c, side, side), c, (3, 3), dilation=dilation) for n, c, side, dilation in spec.TRAINED_APART),
+    *(_linear_case(*sizes) for sizes in spec.TRAINED_LINEAR),
+)
 # Few channels and channels that fill no tile, strides with taps that reach no pixel, groups, dilation, strips of taps, magnitudes near both
 # ends of fp32's range.
 VERIFICATION = (

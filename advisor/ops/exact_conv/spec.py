@@ -214,9 +214,10 @@ KIND, LINEAR = "exact conv", "exact linear"
 
 
 def name(call: ExactConv) -> str:
-    """`exact conv k3x3 s1 64->128`."""
+    """`exact conv k3x3 s1 64->128`, with `d2` where taps lie apart and `g32` where there are groups."""
+    apart = f" d{call.dilation}" if call.dilation > 1 else ""
     groups = f" g{call.groups}" if call.groups > 1 else ""
-    return f"{KIND} k{call.taps_h}x{call.taps_w} s{call.stride} {call.inputs}->{call.outputs}{groups}"
+    return f"{KIND} k{call.taps_h}x{call.taps_w} s{call.stride}{apart} {call.inputs}->{call.outputs}{groups}"
 
 
 def linear_name(inputs: int, outputs: int) -> str:
@@ -304,6 +305,10 @@ TRAINED = (
     (256, 64, 64, 56, 5, 1),
     (256, 512, 2048, 7, 1, 1),
 )
+
+
+# (batch, channels, side, dilation) of 3 x 3 convolutions with taps apart.
+TRAINED_APART = ((256, 64, 56, 2),)
 
 
 # (rows, inputs, outputs) of linear layers: ConvNeXt's, a classifier's of VGG-16, a vision transformer's.

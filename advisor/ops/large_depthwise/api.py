@@ -24,13 +24,24 @@ def _taps(weight: torch.Tensor) -> Pair:
 
 def _planes(x: torch.Tensor) -> torch.Tensor:
     """x as contiguous planes that begin at a multiple of 16 bytes."""
+    if _is_nhwc(x) and spec.turns(x.shape[2] * x.shape[3], storage.name(x.dtype)):
+        return cuda.planes(x)
     return alignment.dense(x, torch.contiguous_format)
+
+
+def _lying_as(found: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """`found`, planes, in the memory format of x."""
+    return cuda.images(found) if _is_nhwc(x) else found
+
+
+def _is_nhwc(x: torch.Tensor) -> bool:
+    return alignment.is_nhwc(x) and not x.is_contiguous()
 
 
 def _forward(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, call: spec.LargeConv, *, moments: bool
 ) -> tuple[Any, ...]:
-    return alignment.lying_as(cuda.forward(_planes(x), weight.contiguous(), bias, call), x), None
+    return _lying_as(cuda.forward(_planes(x), weight.contiguous(), bias, call), x), None
 
 
 def _gradients(
@@ -49,7 +60,7 @@ def _gradients(
     if wanted[2] and bias is not None:
         dbias = dy.sum((0, 2, 3), dtype=torch.float32).to(bias.dtype)
     if wanted[0]:
-        dx = alignment.lying_as(cuda.backward_data(dy, weight.contiguous(), call), x)
+        dx = _lying_as(cuda.backward_data(dy, weight.contiguous(), call), x)
     return dx, dweight, dbias
 
 

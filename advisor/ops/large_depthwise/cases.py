@@ -26,17 +26,18 @@ def _case(
     unit = "matrix" if dtype != "float32" else "vector"
     if dtype == "float32":
         flops = (0, 0)  # three products on the tensor cores: fewer operations than the fp32 pipes' limit would have it
+    turned = (spec.PLANES,) if layout == "nhwc" else ()
     return case(
         api.CONVOLUTION,
         Tensors(
             shape, (shape[1], 1, *taps), (padding,), dtype=dtype, weight_dtype=weight_dtype, layout=layout, bias=bias
         ),
         passes=(
-            Work(kernels=(spec.CONV,), nbytes=nbytes[0], flops=flops[0], unit=unit),
-            Work(kernels=(spec.CONV, spec.BACKWARD_WEIGHT), nbytes=nbytes[1], flops=flops[1], unit=unit),
+            Work(kernels=(spec.CONV, *turned), nbytes=nbytes[0], flops=flops[0], unit=unit),
+            Work(kernels=(spec.CONV, spec.BACKWARD_WEIGHT, *turned), nbytes=nbytes[1], flops=flops[1], unit=unit),
         ),
         name=spec.name(taps, bias=bias) + ("" if layout == "nchw" else " nhwc"),
-        kind=spec.KIND,
+        kind=spec.kind(taps),
         ours=api.large_depthwise_conv2d,
         reference=reference.large_depthwise_conv2d,
         wins=partial(spec.wins, taps, dtype),
@@ -60,6 +61,7 @@ VERIFICATION = tuple(
         _case((1, 1, 70, 12), (1, 11), dtype, weight_dtype=dtype),
         _case((2, 1, 17, 20), (15, 5), dtype, padding=(0, 4)),
         _case((1, 1, 12, 20), (31, 31), dtype),
+        _case((2, 24, 4, 12), (11, 11), dtype, layout="nhwc"),
     )
     if dtype != "float16" or case.shape[0] == 2
 )

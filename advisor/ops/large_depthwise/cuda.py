@@ -7,6 +7,7 @@ from functools import lru_cache
 import torch
 
 from advisor.ops import nvrtc, storage
+from advisor.ops.alignment import empty_nhwc
 from advisor.ops.large_depthwise import spec
 from advisor.ops.large_depthwise.spec import LargeConv
 from advisor.ops.launches import Launch, launch
@@ -43,6 +44,30 @@ def forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ca
 def backward_data(dy: torch.Tensor, weight: torch.Tensor, call: LargeConv) -> torch.Tensor:
     """Returns dx [N, C, H, W] contiguous in dy's dtype. dy: contiguous, 16-byte aligned."""
     return _product(dy, weight, None, call.gradient(), flip=True)
+
+
+@lru_cache(maxsize=4096)
+def _turning(images: int, rows: int, columns: int, dtype: torch.dtype, device: int) -> Launch:
+    name = storage.name(dtype)
+    grid, across = spec.planes_grid(images, rows, columns, name)
+    macros = spec.planes_defines(rows, columns, name)
+    return launch(spec.PLANES, macros, device, grid, spec.PLANES_THREADS, (rows, columns, across))
+
+
+def planes(x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a channels_last x [N, C, H, W] that begins at a multiple of 16 bytes."""
+    n, c, h, w = x.shape
+    y = x.new_empty((n, c, h, w))
+    _turning(n, h * w, c, x.dtype, x.device.index or 0).run(x, y)
+    return y
+
+
+def images(x: torch.Tensor) -> torch.Tensor:
+    """A channels_last copy of a contiguous x [N, C, H, W] that begins at a multiple of 16 bytes."""
+    n, c, h, w = x.shape
+    y = empty_nhwc((n, c, h, w), x)
+    _turning(n, c, h * w, x.dtype, x.device.index or 0).run(x, y)
+    return y
 
 
 @lru_cache(maxsize=4096)

@@ -13,7 +13,12 @@ from advisor.ops.storage import STORAGE, itemsize
 
 CONV = "large_depthwise/large_depthwise.cu"
 BACKWARD_WEIGHT = "large_depthwise/large_depthwise_weight.cu"
-KERNELS = {CONV: ("large_depthwise",), BACKWARD_WEIGHT: ("large_depthwise_weight",)}
+PLANES = "large_depthwise/large_depthwise_planes.cu"
+KERNELS = {
+    CONV: ("large_depthwise",),
+    BACKWARD_WEIGHT: ("large_depthwise_weight",),
+    PLANES: ("large_depthwise_planes",),
+}
 
 TAPS = 11, 63  # the least and the most, of the longer side; the shorter may have 1
 EIGHTS = 8  # of columns a warp at most, and of 16 rows a tile 4
@@ -179,6 +184,26 @@ def copy(width: int, dtype: str) -> int:
     return next(n for n in (8, 4, 2, 1) if n <= most and width % n == 0)
 
 
+PLANES_THREADS, PLANES_TILE = 256, (64, 128)  # rows, and bytes of a row
+
+
+def turns(pixels: int, dtype: str) -> bool:
+    """Whether PLANES makes planes of so many pixels sooner than PyTorch's copy: not where it writes them value by value (7 x 7)."""
+    return copy(pixels, dtype) > 1
+
+
+def planes_defines(rows: int, columns: int, dtype: str) -> dict[str, int]:
+    """Macros of PLANES, for matrices of `rows` by `columns` that are turned."""
+    size = itemsize(dtype)
+    return {"SIZE": size, "IN": size * copy(columns, dtype), "OUT": size * copy(rows, dtype)}
+
+
+def planes_grid(images: int, rows: int, columns: int, dtype: str) -> tuple[tuple[int, int], int]:
+    """The grid of PLANES, and how many of its tiles lie side by side."""
+    across = -(-columns // (PLANES_TILE[1] // itemsize(dtype)))
+    return (across * -(-rows // PLANES_TILE[0]), images), across
+
+
 def defines(
     call: LargeConv, plan: LargePlan, dtype: str, weight_dtype: str, *, flip: bool, bias: bool
 ) -> dict[str, int]:
@@ -232,13 +257,18 @@ def name(taps: tuple[int, int], *, bias: bool = False) -> str:
     return f"{KIND} k{taps[0]}x{taps[1]}" + (" bias" if bias else "")
 
 
+def kind(taps: tuple[int, int]) -> str:
+    """Strips of fewer taps than the least square has are a kind of their own."""
+    return KIND + (" strip" if taps[0] * taps[1] < TAPS[0] ** 2 else "")
+
+
 def wins(taps: tuple[int, int], dtype: str) -> str:
     """Why PyTorch's own operation is left in place; empty where the kernels are measured to win.
 
-    On an H200 they are faster than cuDNN's at every case measured, forward and backward together 3.5 to 80 times. Strips were measured in
-    NCHW alone: in channels_last the copies around so few taps may cost more than is won.
+    On an H200 they are faster than cuDNN's at every case measured, forward and backward together 3.5 to 80 times. Strips were not measured in
+    fp32.
     """
-    return dispatch_table.refusal("large_depthwise", KIND, dtype, {"longer_side": max(taps), "taps": taps[0] * taps[1]})
+    return dispatch_table.refusal("large_depthwise", kind(taps), dtype, {"longer_side": max(taps)})
 
 
 # ---- what is supported
@@ -286,9 +316,12 @@ TRAINED = (
 
 def variants(source: str, arch: int = architectures.MEASURED.sm) -> tuple[dict[str, int], ...]:
     """Macros of the variants that the trained networks ask for."""
-    found = []
+    found: list[dict[str, int]] = []
     for dtype in ("float32", "bfloat16"):
         for n, c, side, taps in TRAINED:
+            if source == PLANES:
+                found += [planes_defines(*sizes, dtype) for sizes in ((side * side, c), (c, side * side))]
+                continue
             forward = call((n, c, side, side), taps, (taps[0] // 2, taps[1] // 2))
             if source == BACKWARD_WEIGHT:
                 found.append(
