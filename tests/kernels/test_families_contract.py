@@ -85,6 +85,15 @@ def test_the_operation_of_the_library_is_the_function(emulated, family: Family) 
     assert all(map(torch.equal, *found)), case.label
 
 
+@pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.id)
+def test_a_result_may_be_changed_in_place(emulated, family: Family) -> None:
+    """As by the activation behind it; autograd forbids it for a view that an operation made inside."""
+    for case in smallest(family):
+        with dispatch.everything():
+            for result in verify.tensors(case.ours(*case.inputs(verify.seeded("cpu", 0), case.shape[0]))):
+                result.mul_(2.0)
+
+
 def test_an_argument_of_a_convolution_has_no_default() -> None:
     """PyTorch would leave it out where it is that, and the family's functions would lack it."""
     with pytest.raises(ValueError, match="SymInt padding=1 has a default; expected none"):

@@ -38,7 +38,8 @@ def _forward(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     rows = _rows(x)
     parts = cuda.split_weight(_taps(weight), 1, gradient=False)
     y = cuda.forward(cuda.split(rows), parts, alignment.aligned(bias), rows, call)
-    return y.flatten(1).view(*x.shape[:-1], weight.shape[0])
+    # A tensor of its own over that memory: what changes it in place (an activation) may do so with no view.
+    return y.flatten(1).view(*x.shape[:-1], weight.shape[0]).detach()
 
 
 def _backward(dy: torch.Tensor, arguments: Arguments, saved: Saved) -> Gradients:
