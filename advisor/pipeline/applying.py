@@ -109,6 +109,7 @@ class _Applying:
     say: Say
     handover: Handover | None = None
     _started: float = field(default_factory=time.monotonic)
+    _begun: Search | None = None  # while the profiled process waited for its orders
 
     def profile(self, *, goes_on: bool) -> ProfileResult:
         """The first profile. `goes_on`: its process is the first of the search."""
@@ -183,8 +184,7 @@ class _Applying:
         """Try the candidates; in the process that was profiled that has begun, where it goes on."""
         from advisor.trials import ledger, proved_before
 
-        begun = self.handover.search if self.handover is not None else None
-        log, plan, exit_code = (begun or self._begin(measured)).finish(candidates)
+        log, plan, exit_code = (self._begun or self._begin(measured)).finish(candidates)
         whole = proved_before.entry(log, measured)
         ledger.append([*ledger.entries(log, measured), *([whole] if whole is not None else [])])
         write_report(self.run_dir, measured, found, log)
@@ -258,7 +258,7 @@ class _Applying:
         candidates = self.options.chosen(found.recommendations)
         if not candidates or measured.step_kind == "forward" or wording.refused(measured, "advisor"):
             return None
-        search = self._begin(measured)
+        self._begun = search = self._begin(measured)
         orders = search.first_orders(candidates)
         return (search, orders) if orders is not None else None
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -211,3 +212,35 @@ def test_time_that_counts_from_the_first_step_leaves_a_script_time_to_come_to_it
                 [str(script)], options=search.SearchOptions(time_s=time_s), out=tmp_path / "run", say=lambda text: None
             )
     assert given == [applying.FIRST_STEP_LEAST_S, 600.0]
+
+
+def test_a_search_that_gives_the_profiled_process_nothing_to_do_is_the_one_that_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was begun anew, and what it had said was said twice."""
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+    profile = StepProfile(
+        script="train.py", argv=(), created="", environment=Environment(device="cpu"), step_kind="optimizer",
+        step_us=None, wall_us=None,
+    )  # fmt: skip
+    asked = (Recommendation(transform="channels_last"),)
+    found = Findings(run="", findings=(), cards=(), recommendations=asked)
+    begun: list[object] = []
+
+    def begin(*_: object, **__: object) -> object:
+        begun.append(SimpleNamespace(first_orders=lambda candidates: None, finish=finish))
+        return begun[-1]
+
+    def finish(candidates: object) -> object:
+        raise KeyboardInterrupt
+
+    def profile_script(command: object, session: object, *, handover: Any, **_: object) -> object:
+        handover.give(profile, found)
+        return SimpleNamespace(profile=profile, findings=found, exit_code=0)
+
+    monkeypatch.setattr(search, "begin", begin)
+    monkeypatch.setattr(applying, "profile_script", profile_script)
+    with pytest.raises(KeyboardInterrupt):
+        pipeline.apply(["train.py"], out=tmp_path / "run", say=lambda text: None)
+    assert len(begun) == 1
