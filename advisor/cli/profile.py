@@ -33,7 +33,7 @@ The script runs unchanged, with its own interpreter, arguments and stdout. advis
 `Optimizer.step`, or at `advisor.step()` in the script. After the measurement advisor stops the script. The exit code is the
 script's own. With --fail-on it is 1 if the script ended well and a rule fired; the last line says so.
 
-advisor removes what the script wrote and puts your files back, on Ctrl-C and after a crash too. Experiment trackers stay
+advisor moves away what the script wrote and puts your files back, on Ctrl-C and after a crash too. Experiment trackers stay
 offline. `advisor apply --help` says what cannot be put back. With --keep-running the run is yours: nothing is put back.
 
 \b

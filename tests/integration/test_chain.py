@@ -184,7 +184,7 @@ def test_apply_keeps_a_planted_gain_and_leaves_the_files_alone(proved) -> None:
     run = search_of(folder)
     plan = yaml.safe_load((run / "plan.yaml").read_text())
     assert [(item["transform"], item["status"]) for item in plan["items"]] == [("fused_optimizer", "kept")], plan
-    assert plan["speedup"].startswith("2.65×"), plan["speedup"]
+    assert plan["speedup"].startswith(("2.65×", "2.66×")), plan["speedup"]
     saved = json.loads((run / "trials.json").read_text())
     verdict = saved.get("data", saved)["verdicts"][0]
     assert 0.6 < verdict["gain"]["low"] <= verdict["gain"]["high"] < 0.65

@@ -72,9 +72,9 @@ def batchnorm_act() -> st.SearchStrategy[Case]:
     drawn = shapes(multiples(8, 80), rows=STEADY_ROWS)
     residual, way = st.booleans(), one_of("two launches", "one launch", "whole grid")
     trained = st.builds(
-        lambda s, r, w, f: cases._case(s, "bfloat16", "relu", r, way=w, forked=f), drawn, residual, way, st.booleans()
+        lambda s, r, w, f: cases.case_of(s, "bfloat16", "relu", r, way=w, forked=f), drawn, residual, way, st.booleans()
     )
-    frozen = st.builds(cases._frozen_case, drawn, st.just("bfloat16"), st.just("relu"), residual, st.booleans())
+    frozen = st.builds(cases.frozen_case_of, drawn, st.just("bfloat16"), st.just("relu"), residual, st.booleans())
     return st.one_of(trained, trained, frozen)
 
 
@@ -95,10 +95,10 @@ def pooling() -> st.SearchStrategy[Case]:
 
     return st.one_of(
         windowed(K3S2, 1, cases._max),
-        windowed(K3S2, 1, cases._bias_max),
+        windowed(K3S2, 1, cases.bias_max_case),
         windowed(K3S2, 1, lambda *given: cases._avg(*given, include=False)),
         st.builds(cases._max, shapes(multiples(8, 40)), st.just(K3S1), st.just("bfloat16")),
-        st.builds(cases._bias_max, shapes(multiples(8, 40), 2), st.just(K2S2), st.just("bfloat16")),
+        st.builds(cases.bias_max_case, shapes(multiples(8, 40), 2), st.just(K2S2), st.just("bfloat16")),
         st.builds(cases._global, shapes(multiples(8, 200)), DTYPES),
     )
 
@@ -106,19 +106,19 @@ def pooling() -> st.SearchStrategy[Case]:
 def upsample() -> st.SearchStrategy[Case]:
     cases = cases_of("upsample")
     bilinear = st.builds(
-        lambda s, d, skip: cases._case(s, d, skip=skip),
+        lambda s, d, skip: cases.case_of(s, d, skip=skip),
         shapes(multiples(8, 24), most=MOST // 4),
         DTYPES,
         one_of(0, 8, 24),
     )
     sized = st.builds(
-        lambda s, mode, size: cases._case(s, "bfloat16", mode, size=size),
+        lambda s, mode, size: cases.case_of(s, "bfloat16", mode, size=size),
         shapes(multiples(8, 24)),
         one_of("bilinear", "nearest"),
         st.tuples(st.integers(1, 13), st.integers(1, 13)),
     )
     exact = st.builds(
-        lambda s, up: cases._case(s, "bfloat16", "nearest-exact", size=(int(s[2] * up[0]), int(s[3] * up[1]))),
+        lambda s, up: cases.case_of(s, "bfloat16", "nearest-exact", size=(int(s[2] * up[0]), int(s[3] * up[1]))),
         shapes(multiples(8, 24), most=MOST // 8),
         st.tuples(st.floats(1, 14), st.floats(1, 14)),
     )
@@ -262,7 +262,7 @@ def pointwise() -> st.SearchStrategy[Case]:
 
 def strided_pointwise() -> st.SearchStrategy[Case]:
     drawn = shapes(multiples(8, 80), most=MOST // 2)
-    return st.builds(cases_of("strided_pointwise")._case, drawn, multiples(8, 80), HALF)
+    return st.builds(cases_of("strided_pointwise").case_of, drawn, multiples(8, 80), HALF)
 
 
 def images() -> st.SearchStrategy[Case]:

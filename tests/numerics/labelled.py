@@ -115,17 +115,16 @@ def _order(record: dict[str, Any]) -> tuple[str, ...]:
 
 def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
     lines = [
-        "# The numeric gate on what is right and on what is not",
+        "# How often the numeric gate is wrong",
         "",
         "<!-- Made by `python tests/numerics/labelled.py`; do not edit. -->",
         "",
-        "How often the numeric gate is wrong: right changes that it refuses, and planted faults that it lets through.",
+        "How often the numeric gate is wrong: correct changes that it refuses, and deliberate errors that it accepts.",
         "",
         f"{len(KINDS)} small trainings (tests/numerics/nets.py), after 2 steps and after {STATES['trained']}, on a CPU. Right changes are those",
-        "of tests/numerics/right.py, faults those of tests/numerics/faults.py. The gate was built with one half of the trainings (chosen).",
-        "The other half (held) was judged once before, on other weights, batches and faults. Then the gate was mended, and judged on",
-        f"these (draw {HELD_FROM}). `before` is the gate that judged gradients from end to end only. The decision is",
-        "[0061](decisions/0061-each-layer-by-itself.md).",
+        "of tests/numerics/right.py, faults those of tests/numerics/faults.py. We developed the gate on one half of the trainings (chosen).",
+        "The other half (held) is the test set. It was used once; then we repaired the gate, and tested it again with new weights, batches",
+        f"and faults (random draw {HELD_FROM}). The decision is [0061](decisions/0061-each-layer-by-itself.md).",
         "",
         "| half | gate | right changes | refused | faults | let through | seconds a change, mean (median) |",
         "|---|---|---|---|---|---|---|",
@@ -147,9 +146,9 @@ def page(recorded: dict[str, dict[str, list[dict[str, Any]]]]) -> str:
         if errors:
             lines += [
                 "",
-                f"## Judged wrongly: {gate}",
+                "## Wrong decisions of the present gate" if gate == "now" else f"## Wrong decisions: {gate}",
                 "",
-                "| half | training | state | change | the gate's word |",
+                "| half | training | state | change | reason given by the gate |",
                 "|---|---|---|---|---|",
             ]
             lines += [

@@ -18,7 +18,7 @@ QUESTIONS = [
     ("how do I undo it", "undo a plan", r"ADVISOR_DISABLE=1[\s\S]*`skipped`"),
     ("where is my checkpoint", "find my checkpoint", r"your checkpoints \| where your script writes them"),
     ("why inconclusive", "inconclusive", r"noise was larger than the gain"),
-    ("on a cluster", "use a cluster", r"advisor run --plan plan\.yaml"),
+    ("on a cluster", "run on a cluster", r"advisor run --plan plan\.yaml"),
     ("in CI", "regression in CI", r"--fail-on-regression"),
     ("my own rule", "my own rule", r"--rules my-rules"),
     ("my own kernel", "my own rule", r"`cuda\.py`, the launches|\*\*`cuda\.py`\*\*"),

@@ -13,7 +13,8 @@ _HEAD = """# Real trainings
 {gpu}, torch {torch}, CUDA {cuda}; by `advisor bench real`. These are other people's repositories as they are published, each behind a
 runner that makes its data. Their code is not here.
 
-- *Proved*: the plan of `advisor apply --auto` is faster than the script as written in fresh runs, and trains alike.
+- *Proved*: the plan of `advisor apply --auto` is faster than the script as written in fresh runs, and trains alike. Where the
+  step waits for its loader or for the host, the device's own time decides that, and the step must be no slower.
 - *First proof* counts from the script's first step.
 - *Device*: by how much the device's own time is shorter, where the step waits for its loader or the host's launches.
 - *By hand*: bf16 autocast, channels_last, cuDNN autotuning and a fused optimizer, the better of without and with torch.compile, in runs

@@ -86,7 +86,7 @@ LOW = {"sm_clock_mhz": 600.0, "clock_reasons": 2.0}
         ({"torch": ""}, "PyTorch", Health.MISSING, "not installed"),
         ({"torch": "2.4.1"}, "PyTorch", Health.MISSING, "2.8"),
         ({"environment": None, "environment_error": "boom"}, "PyTorch", Health.MISSING, "boom"),
-        ({"environment": CPU_BUILD}, "PyTorch", Health.WARN, "a CPU build beside a GPU"),
+        ({"environment": CPU_BUILD}, "PyTorch", Health.WARN, "a CPU build, and there is a GPU"),
         ({"environment": BLIND}, "PyTorch", Health.WARN, "does not see the GPU"),
         ({"driver_cuda": (12, 4)}, "Driver", Health.MISSING, "runs CUDA 12.4, torch needs 13.0"),
         ({"environment": env(sm_arch=75)}, "Driver", Health.WARN, "sm_75"),

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from advisor.loop import attach
 from advisor.loop.session import Session
 from advisor.loop.training import RootModule, StepEvent, Training
-from advisor.ops import match
+from advisor.ops import dynamo
 from advisor.transforms import capture
 from advisor.transforms.forward import AUTOCAST, INPUT_LAYOUT, ForwardStack
 from advisor.transforms.targets import targets
@@ -339,7 +339,7 @@ def test_hooks_of_a_layer_that_came_later_run(first: bool) -> None:
 
 
 def test_hooks_run_where_inductor_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(match, "backend", lambda reports, *, mode: lambda graph, inputs: graph.forward)
+    monkeypatch.setattr(dynamo, "backend", lambda reports, *, mode: lambda graph, inputs: graph.forward)
     torch._dynamo.reset()
     net = Net()
     undo = capture.set_mode([net], "default")
