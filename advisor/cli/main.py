@@ -182,8 +182,8 @@ def _fail(line: str, code: int) -> int:
     epilog="""\b
 Exit codes; `profile`, `run` and a failing script's `apply` end with its own:
   0  done
-  1  findings at --fail-on, a regression, a faulty rule, a wrong kernel, `apply --gpus` slower than one process;
-     `try` does not keep the change
+  1  findings at --fail-on, a regression, a faulty rule, a wrong kernel;
+     `apply --gpus` is slower than one process, `try` does not keep the change
   2  wrong usage or bad input
   3  a fault in advisor
   4  inconclusive, or you answered no at a prompt
