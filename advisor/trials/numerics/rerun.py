@@ -75,7 +75,7 @@ class Rerun:
 
     def results(self, seed: int = 0, half: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """What it leaves as it is now, given the same. With a seed above 0 from values that are moved by one rounding each, below 0
-        with other random numbers. `half`: under autocast to that.
+        with other random numbers. `half`: under autocast to that, and in the layout that it was given with the change on.
         """
         generator = torch.Generator().manual_seed(abs(seed))
         epsilon = EPSILON[self.plain.target_class] if seed > 0 else 0.0
@@ -89,7 +89,8 @@ class Rerun:
                     buffer.data.copy_(before)
                 if seed >= 0:
                     self.plain.saved.start_from(call.random)
-                inputs, output = self._called(call, autocast, epsilon, generator)
+                given = list(call.inputs) if half is not None else list(map(self._laid_out, call.inputs))
+                inputs, output = self._called(call, given, autocast, epsilon, generator)
                 result[f"output {number}"] = output.detach()
                 for place, value in enumerate(inputs):
                     if isinstance(value, torch.Tensor) and place not in call.hidden:
@@ -103,11 +104,18 @@ class Rerun:
             result[f"{PARAMETER} {place}"] = dense.detach().clone()
         return result
 
+    def _laid_out(self, value: Any) -> Any:
+        return self.plain.laid_out(value) if isinstance(value, torch.Tensor) else value
+
     def _called(
-        self, call: SeenCall, autocast: tuple[bool, torch.dtype], epsilon: float, generator: torch.Generator
+        self,
+        call: SeenCall,
+        given: list[Any],
+        autocast: tuple[bool, torch.dtype],
+        epsilon: float,
+        generator: torch.Generator,
     ) -> tuple[list[Any], torch.Tensor]:
         enabled, dtype = autocast
-        given = [self.plain.laid_out(v) if isinstance(v, torch.Tensor) else v for v in call.inputs]
         inputs = [_input(value, place in call.learns, enabled, epsilon, generator) for place, value in enumerate(given)]
         keywords = _inner(call.keywords, enabled, epsilon, generator)
         if inputs and isinstance(inputs[0], torch.Tensor) and not self._is_conv:

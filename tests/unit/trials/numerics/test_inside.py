@@ -242,6 +242,30 @@ def test_a_gradient_is_no_surer_than_the_difference_that_it_is_of() -> None:
         assert check.passed is False, (factor, check)
 
 
+def test_half_precision_is_torchs_own_in_the_layout_that_it_is_given() -> None:
+    """Of two samples pooled to a pixel a norm's gradient nearly cancels, and torch's kernel for NHWC leaves its roundings of it (ASPP in
+    bf16 and channels_last on a CPU was refused)."""
+
+    class Pooled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.features = conv_norm(3, 16)
+            self.pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), conv_norm(16, 16, 1))
+            self.head = nn.Conv2d(32, 5, 1)
+            with torch.no_grad():
+                self.pooled[1][0].weight *= 100.0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.features(x)
+            return self.head(torch.cat([x, self.pooled(x).expand_as(x)], 1)).mean((2, 3))
+
+    kind = Kind("pooled", lambda: supervised(Pooled(), labelled(rows=2), nn.functional.cross_entropy))
+    loop = Loop(kind, 2)
+    parts = next(change.parts for change in right.changes(loop) if change.name == "bf16 and the rest")
+    check = loop.judge(Change("right", parts, Semantics.PRECISION))
+    assert check.passed, check
+
+
 def flat() -> Kind:
     """Convolutions with trained biases, each before a norm, in a model that no block divides."""
 
