@@ -271,7 +271,7 @@ def trainings(document: Row) -> str:
     titles = {"eager_ms": "tuned by hand", "compile_ms": "and compiled", "advisor_ms": "after `apply --auto`"}
     titles = {key: title for key, title in titles.items() if any(row[key] for row in rows)}
     lines = [
-        f"| training, img/s | as written | {' | '.join(titles.values())} | | kernels |",
+        f"| training, img/s | as written | {' | '.join(titles.values())} | factor | kernels |",
         f"|---|---:|{'---:|' * len(titles)}---:|---|",
     ]
     for row in rows:
