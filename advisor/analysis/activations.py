@@ -93,29 +93,23 @@ def alternatives(look: MemoryLook) -> list[MemoryAlternative]:
     found = [MemoryAlternative(name="as it is", nbytes=peak, step=(1.0, 1.0))]
     for share in (0.3, 0.5):
         plan = renewed(look, int(share * peak))
-        if (
-            plan.modules
-            and look.step_us
-            and f"outputs of {len(plan.modules)} norms again" not in {one.name for one in found}
-        ):
-            more = 1 + plan.added_us / look.step_us
-            found.append(
-                MemoryAlternative(
-                    name=f"outputs of {len(plan.modules)} norms again", nbytes=peak - plan.saved_bytes, step=(1.0, more),
-                    note="apply --goal memory",
-                )
-            )  # fmt: skip
+        name = f"outputs of {len(plan.modules)} norms again"
+        if plan.modules and look.step_us and name not in {one.name for one in found}:
+            found.append(_of(plan, name, look))
     for share in (0.15, 0.3, 0.5):
         plan = recompute(look, int(share * peak))
         if plan.modules and look.step_us:
-            more = 1 + plan.added_us / look.step_us
-            found.append(
-                MemoryAlternative(
-                    name=f"{len(plan.modules)} modules recomputed", nbytes=peak - plan.saved_bytes, step=(1.0, more),
-                    note="apply --goal memory",
-                )
-            )  # fmt: skip
+            found.append(_of(plan, f"{len(plan.modules)} modules recomputed", look))
     return found
+
+
+def _of(plan: Recomputation, name: str, look: MemoryLook) -> MemoryAlternative:
+    return MemoryAlternative(
+        name=name,
+        nbytes=look.most_bytes - plan.saved_bytes,
+        step=(1.0, 1 + plan.added_us / look.step_us),
+        note="apply --goal memory",
+    )
 
 
 def largest_batch(look: MemoryLook, memory_bytes: int) -> int:

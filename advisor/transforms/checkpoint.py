@@ -29,7 +29,7 @@ class CheckpointActivations(Transform):
     traced = False
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        wanted = _wanted(parameters)
+        wanted = wanted_modules(parameters)
         found = _modules(training, wanted)
         unmatched = tuple(f"{name}: no such module" for name in wanted if name not in found)
         if not found:
@@ -38,7 +38,7 @@ class CheckpointActivations(Transform):
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
         with all_or_nothing() as undo:
-            for module in _modules(training, _wanted(parameters)).values():
+            for module in _modules(training, wanted_modules(parameters)).values():
                 stack, layer = ForwardStack.of(module), _Recomputed()
                 undo.push(lambda stack=stack, layer=layer: stack.forget(layer))
                 stack.set(SUBMODULE, layer)
@@ -79,7 +79,8 @@ class _Recomputed:
         return forward
 
 
-def _wanted(parameters: Mapping[str, str]) -> list[str]:
+def wanted_modules(parameters: Mapping[str, str]) -> list[str]:
+    """Names of modules, as the parameter `modules` lists them."""
     return [name for name in parameters.get("modules", "").split(",") if name]
 
 

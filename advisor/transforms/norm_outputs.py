@@ -20,6 +20,7 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Check
 from advisor.loop.training import Training
 from advisor.transforms.base import Match, Transform, Undo
+from advisor.transforms.checkpoint import wanted_modules
 from advisor.transforms.forward import REPLICATED, SUBMODULE, ForwardStack
 from advisor.transforms.patch import all_or_nothing
 
@@ -35,7 +36,7 @@ class NormOutputs(Transform):
     traced = False
 
     def match(self, training: Training, parameters: Mapping[str, str]) -> Match:
-        wanted = _wanted(parameters)
+        wanted = wanted_modules(parameters)
         found = _norms(training, wanted)
         unmatched = tuple(f"{name}: no such norm" for name in wanted if name not in found)
         if distributed.is_available() and distributed.is_initialized():
@@ -45,7 +46,7 @@ class NormOutputs(Transform):
         return Match(applies=True, sites=tuple(found), unmatched=unmatched)
 
     def apply(self, training: Training, parameters: Mapping[str, str]) -> Undo:
-        norms = _norms(training, _wanted(parameters))
+        norms = _norms(training, wanted_modules(parameters))
         with all_or_nothing() as undo:
             for root in training.roots:
                 made = _Made()
@@ -206,10 +207,6 @@ class _Made:
             return made if made.stride() == plain else made.clone().as_strided(made.shape, plain).copy_(made)
 
         return keep, give
-
-
-def _wanted(parameters: Mapping[str, str]) -> list[str]:
-    return [name for name in parameters.get("modules", "").split(",") if name]
 
 
 def _norms(training: Training, wanted: list[str]) -> dict[str, nn.Module]:

@@ -12,8 +12,9 @@ from advisor.core import storage
 from advisor.core.errors import AdvisorError
 from advisor.core.plan import PlanItem
 from advisor.core.profile import StepProfile
+from advisor.profiling.beside.launcher import NATIVE_FAULTS
 from advisor.trials import records
-from advisor.trials.script import GRACE_S, TRACER_FAULTS, Script
+from advisor.trials.script import GRACE_S, Script
 from advisor.trials.statistics import WAITS_FRAC
 
 # A fresh process is timed after this many steps (changes that wait for the optimizer's state settle within six), for so many,
@@ -107,7 +108,7 @@ class FreshRuns:
         except AdvisorError:
             return None
         # A tracer beside captured graphs has been seen to end a process: what was timed before it is whole.
-        traced = self.kernel_steps and found.complete and ended.exit.signal in TRACER_FAULTS
+        traced = self.kernel_steps and found.complete and ended.exit.signal in NATIVE_FAULTS
         if (ended.failed and not traced) or ended.fault:
             return None
         return found if found.step_us and found.every_us else None

@@ -17,14 +17,14 @@ from typing import Any
 from advisor.core import transform_table
 from advisor.core.findings import Interval, Recommendation
 from advisor.core.verdict import Blocks, Status, Verdict
-from advisor.profiling.beside.launcher import Exit
+from advisor.profiling.beside.launcher import NATIVE_FAULTS, Exit
 from advisor.trials import planner, proved_before, records, statistics
 from advisor.trials.budget import Budget
 from advisor.trials.fresh import FreshRuns
 from advisor.trials.pairs import try_in_pairs
 from advisor.trials.proved_before import Whole
 from advisor.trials.records import InTrial
-from advisor.trials.script import GRACE_S, TRACER_FAULTS, Ended, Script
+from advisor.trials.script import GRACE_S, Ended, Script
 from advisor.trials.statistics import decide
 
 # Search processes that end without any progress (no verdict, no new pair of blocks) before a candidate is given up.
@@ -249,7 +249,7 @@ class SearchProcesses:
             )
             return
         traced = current.phase == "effect" and current.traced
-        if self._crashes < CRASHES and traced and ended.signal in TRACER_FAULTS:
+        if self._crashes < CRASHES and traced and ended.signal in NATIVE_FAULTS:
             # As likely the tracer's fault as the candidate's. Once more, without.
             records.save_current(script.run_dir, dataclasses.replace(current, traced=False))
             where = records.native_fault(script.run_dir)

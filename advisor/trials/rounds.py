@@ -24,10 +24,11 @@ from advisor.core.profile import StepProfile
 from advisor.core.verdict import Round, Status, Verdict
 from advisor.loop.records import STEPS_FILE, StepsRecord
 from advisor.profiling.after.assemble import assemble
+from advisor.profiling.beside.launcher import NATIVE_FAULTS
 from advisor.trials import planner, records, spent
 from advisor.trials.choosing import CandidateChooser
 from advisor.trials.processes import SearchProcesses
-from advisor.trials.script import GRACE_S, TRACER_FAULTS, Ended
+from advisor.trials.script import GRACE_S, Ended
 
 Recommend = Callable[[StepProfile, Path], Sequence[Recommendation]]
 
@@ -161,7 +162,7 @@ class Rounds:
         if script.over:
             return None
         eager = tuple(item for item in kept if item.transform != planner.GRAPHS)
-        if reason and ended is not None and ended.exit.signal in TRACER_FAULTS and len(eager) < len(kept):
+        if reason and ended is not None and ended.exit.signal in NATIVE_FAULTS and len(eager) < len(kept):
             # The tracer has been seen to die beside captured graphs; replays are paused in the traced window anyway.
             script.notes.append(
                 f"round {number}: the process died of signal {ended.exit.signal}; profiled without CUDA graphs"
@@ -184,7 +185,7 @@ def _whole(folder: Path, ended: Ended) -> bool:
         measured = storage.load(folder / STEPS_FILE, StepsRecord).complete
     except AdvisorError:
         return False
-    return measured and ended.exit.signal in TRACER_FAULTS and not ended.fault
+    return measured and ended.exit.signal in NATIVE_FAULTS and not ended.fault
 
 
 def moved(verdicts: Sequence[Verdict], number: int, least: float) -> bool:

@@ -41,8 +41,6 @@ Launch = Callable[..., Exit]
 WARMUP_STEPS = 5
 # A process that trains on after all its limits is ended.
 GRACE_S = 60.0
-# What a profiler that goes wrong in native code ends a process with.
-TRACER_FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT)
 
 
 @dataclass(frozen=True, slots=True)

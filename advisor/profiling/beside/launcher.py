@@ -30,8 +30,8 @@ from advisor.userfiles.protect import FILES_VARIABLE, SUPERVISOR_VARIABLE
 
 ATTACHED_VARIABLE = "ADVISOR_ATTACHED"  # set by the process that is observed: what it starts is left alone
 POLL_S = 0.1
-# A process that has all it came for may crash as it ends: a thread in native code, while the interpreter is taken apart around it.
-CRASHES = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
+# What native code that goes wrong ends a process with: a profiler, or a thread while the interpreter is taken apart around it.
+NATIVE_FAULTS = (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS)
 LEAVING_S = 15.0  # for the exit handlers of native libraries, once Python's have run in a script that was stopped
 
 
@@ -177,7 +177,7 @@ class _Told:
                     hung = True
                     end_tree(child)
         self._pass_on(child.pid)
-        crashed = self._stopped and not timed_out and -code in CRASHES
+        crashed = self._stopped and not timed_out and -code in NATIVE_FAULTS
         if hung or crashed:
             code = 0  # it had come to the end that was asked for
         number = -code if code < 0 else 0
